@@ -1,0 +1,1 @@
+"""Knows models and tensors, and nothing of the terminal."""
