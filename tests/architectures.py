@@ -1,8 +1,8 @@
 """Tiny random-weight models of every architecture that the engine claims, with inputs ready for `generate`.
 
-Knows how to build them so that a test on them can fail: attention is peaked (wide initialisation), heads are
-grouped for real, no model ignores its picture, nothing stops early and no model writes picture tokens of its own.
-Knows nothing of the engine. Nothing is downloaded; each build takes a fraction of a second.
+Knows how to build them so that a test on them can fail: attention is peaked (wide initialisation), heads
+are grouped for real, no model ignores its picture, nothing stops early and no model writes picture tokens of
+its own. Knows nothing of the engine. Nothing is downloaded; each build takes a fraction of a second.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,10 +62,11 @@ Builder = Callable[[int], tuple[hf.PreTrainedModel, Inputs]]
 class Tiny:
     """A built model and one left-padded batch for it.
 
-    `inputs` goes to `generate` as it is, together with `generate_kwargs`. Tags tell tests what an architecture
-    has: rope, mrope, nope (some layers without rope), gqa, sliding, chunked, softcap, prefix-bidirectional (the
-    prompt sees itself both ways), picture-bidirectional (picture tokens see each other), cross, shared
-    (layers that read another layer's cache), hybrid (layers with no KV cache), picture (the batch has pictures).
+    `inputs` goes to `generate` as it is, together with `generate_kwargs`. Tags tell tests what an
+    architecture has: rope, mrope, nope (some layers without rope), gqa, sliding, chunked, softcap,
+    prefix-bidirectional (the prompt sees itself both ways), picture-bidirectional (picture tokens see each
+    other), cross, shared (layers that read another layer's cache), hybrid (layers with no KV cache), picture
+    (the batch has pictures).
     """
 
     name: str
@@ -118,7 +119,7 @@ def _open_to_pictures(model: hf.PreTrainedModel) -> None:
                 parameter.fill_(0.7)
 
 
-# ---------------------------------------------------------------------------------------------------- prompts
+# --------------------------------------------------------------------------------------------------- prompts
 def _prompts(
     visual: int | Sequence[int], batch: int, *, framed: bool = False, extra_words: int = 0
 ) -> Inputs:
@@ -159,7 +160,7 @@ def _tokens_per_picture(model: hf.PreTrainedModel, **pictures: Tensor) -> list[i
     return [len(feature) for feature in features]
 
 
-# ------------------------------------------------------------------------------------- LLaVA and its children
+# ------------------------------------------------------------------------------------ LLaVA and its children
 def _llava(batch: int, kv_heads: int) -> tuple[hf.PreTrainedModel, Inputs]:
     config = hf.LlavaConfig(
         text_config=hf.LlamaConfig(**{**TEXT, "num_key_value_heads": kv_heads}),
@@ -250,7 +251,7 @@ def _llava_pixtral(batch: int) -> tuple[hf.PreTrainedModel, Inputs]:
     return _sized(hf.LlavaForConditionalGeneration(config), batch, cell=8)
 
 
-# ------------------------------------------------------------------------------------------- Qwen-VL and GLM-V
+# ----------------------------------------------------------------------------------------- Qwen-VL and GLM-V
 def _grid_inputs(model: hf.PreTrainedModel, batch: int) -> tuple[hf.PreTrainedModel, Inputs]:
     """Inputs for the families that give every picture its own grid (time, rows, columns) of patches."""
     grids = _cycle([(1, 4, 4), (1, 6, 4), (1, 4, 8)], batch)
@@ -338,7 +339,7 @@ def _glm4v(batch: int) -> tuple[hf.PreTrainedModel, Inputs]:
     return _grid_inputs(hf.Glm4vForConditionalGeneration(config), batch)
 
 
-# -------------------------------------------------------------------------------------- tiles and a whole view
+# ------------------------------------------------------------------------------------ tiles and a whole view
 def _idefics(
     config: type[hf.PreTrainedConfig], model: type[hf.PreTrainedModel], batch: int
 ) -> tuple[hf.PreTrainedModel, Inputs]:
@@ -409,7 +410,7 @@ def _phi4_multimodal(batch: int) -> tuple[hf.PreTrainedModel, Inputs]:
     }
 
 
-# ------------------------------------------------------------------------------------------------ Gemma family
+# ---------------------------------------------------------------------------------------------- Gemma family
 @_architecture("gemma3", "rope", "gqa", "sliding", "picture-bidirectional", "picture")
 def _gemma3(batch: int) -> tuple[hf.PreTrainedModel, Inputs]:
     text = {
@@ -501,10 +502,10 @@ def _gemma3n(batch: int) -> tuple[hf.PreTrainedModel, Inputs]:
     return hf.Gemma3nForCausalLM(hf.Gemma3nTextConfig(**text)), _text_only(batch)
 
 
-# --------------------------------------------------------------------------------------------------- the others
+# ------------------------------------------------------------------------------------------------ the others
 @_architecture("mllama", "rope", "gqa", "cross", "picture")
 def _mllama(batch: int) -> tuple[hf.PreTrainedModel, Inputs]:
-    """Layers 1 and 3 attend to two tiles of 16 patches and a class token; odd rows see both, even rows one."""
+    """Layers 1 and 3 attend to two tiles of 16 patches and a class token; even rows see one."""
     text = {**TEXT, "num_hidden_layers": 5, "cross_attention_layers": [1, 3], "rope_parameters": ROPE}
     tower = {
         "hidden_size": 32,
