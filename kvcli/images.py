@@ -71,6 +71,7 @@ def read(source: bytes | Path) -> bytes:
     """
     if isinstance(source, bytes):
         _check_head(source)
+        _check_bytes(len(source))
         return source
     try:
         status = os.stat(source)
@@ -78,8 +79,7 @@ def read(source: bytes | Path) -> bytes:
             raise PictureError("is a folder, not a picture; name it as an input of its own")
         if not stat.S_ISREG(status.st_mode):
             raise PictureError("is no regular file (a pipe or a device); use - to read a picture from stdin")
-        if status.st_size > MAX_BYTES:
-            raise PictureError(f"the file has {status.st_size:,} bytes, more than {MAX_BYTES:,}; make it smaller")
+        _check_bytes(status.st_size)
         with open(source, "rb") as file:
             head = file.read(formats.HEAD_BYTES)
             _check_head(head)
@@ -98,6 +98,11 @@ def _check_head(head: bytes) -> None:
         raise PictureError("the file is empty")
     if formats.signature(head[: formats.HEAD_BYTES]) is None:
         raise PictureError("not a picture: its first bytes are those of no known image format")
+
+
+def _check_bytes(count: int) -> None:
+    if count > MAX_BYTES:
+        raise PictureError(f"the file has {count:,} bytes, over the limit of {MAX_BYTES:,}; make it smaller")
 
 
 def _decode(data: bytes, max_pixels: int) -> tuple[Image.Image, str, list[str]]:
@@ -121,7 +126,7 @@ def _decode(data: bytes, max_pixels: int) -> tuple[Image.Image, str, list[str]]:
     except MemoryError:
         raise PictureError(f"not enough memory to decode this {kind}; make it smaller") from None
     except UnidentifiedImageError as error:
-        raise PictureError(f"begins like a {kind} but is none that can be read: broken or truncated") from error
+        raise PictureError(f"begins like a {kind} but is broken or truncated") from error
     except Exception as error:  # decoders raise nearly every type on damaged files
         raise PictureError(f"broken or truncated {kind}: {_one_line(error)}") from error
 
@@ -175,7 +180,7 @@ def _check_size(size: tuple[int, int], max_pixels: int) -> None:
 
 
 def _too_large(size: str, max_pixels: int) -> PictureError:
-    return PictureError(f"{size}, more than the limit of {max_pixels:,}; raise it with --max-pixels")
+    return PictureError(f"{size}, over the limit of {max_pixels:,}; raise it with --max-pixels")
 
 
 @contextmanager
