@@ -1,1 +1,1 @@
-"""Knows models and tensors, and nothing of the terminal."""
+"""Models and tensors: a compressible KV cache under stock `generate`. Knows nothing of the terminal."""

@@ -1,0 +1,339 @@
+"""The seam with transformers: a `Cache` whose attention layers are ours, and the attention function that reads it.
+
+The one file that knows the library's internals. `generate` itself stays stock. A model is prepared for the length of a
+run by `attached`, which takes back everything it changed.
+
+How a policy gets its turn: the attention function runs right after a layer's `update`, so it is where the statistics
+are gathered, where a finished prompt is compressed, and where entries leave while generating. Phases are announced
+(`KVCache.announce`), never guessed: a later turn and a chunk of a prompt also come with several queries.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvcli.engine.attention import attend
+from kvcli.engine.cache import LayerCache
+from kvcli.engine.masks import physical_mask
+from kvcli.engine.run import Turn
+from kvcli.errors import StartError
+from kvcli.policies.base import Policy
+from kvcli.policies.contract import Prompt
+
+NAME = "kvcli"
+
+
+@dataclass
+class Handle:
+    """What the attention function must know about the keys it is given. It travels as an attribute of the key tensor,
+    since a model that shares keys between layers hands the same tensor to layers that never called `update`."""
+
+    layer: KVLayer
+    positions: Tensor | None
+    bias: Tensor | None
+    holes: bool
+    seen: int
+    fresh: bool = True
+
+
+class KVLayer(CacheLayerMixin):
+    """One attention layer of a `KVCache`: stock on the outside, a `LayerCache` inside. Lengths are logical."""
+
+    is_compileable = False
+
+    def __init__(self, owner: KVCache, index: int, kind: str, window: int | None) -> None:
+        super().__init__()
+        self.keys: Tensor | None
+        self.values: Tensor | None
+        self._owner = weakref.ref(owner)
+        self.index, self.kind, self.window = index, kind, window
+        self.is_sliding = window is not None
+        self.store = LayerCache()
+        self.turn: Turn | None = None
+
+    @property
+    def owner(self) -> KVCache:
+        owner = self._owner()
+        assert owner is not None, "a layer outlived its cache"
+        return owner
+
+    @property
+    def is_croppable(self) -> bool:
+        return not self.owner.policy.acts_in_decode
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.store.append(key_states, value_states, room=self.owner.room(self, key_states.shape[2]))
+        self.keys, self.values = self.store.view()
+        positions = None if self.store.positions is None else self.store.located()
+        self.keys._kvcli = Handle(  # type: ignore[attr-defined]
+            self, positions, self.store.side_view("bias"), self.store.holes, self.store.seen
+        )
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.store.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.store.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.store.reset()
+        self.keys, self.values, self.turn = None, None, None
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            self.store.crop(abs(tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)), beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = len(self.store.free)
+        self._map(lambda t: t.repeat_interleave(repeats, 0), [i for i in range(rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda t: t[indices.to(t.device)], indices.tolist())
+
+    def _map(self, rows: Callable[[Tensor], Tensor], order: Sequence[int]) -> None:
+        self.store.map(rows, order)
+        if self.store.keys is not None:
+            self.keys, self.values = self.store.view()
+
+
+class KVCache(Cache):
+    """A cache for one conversation of a batch under one policy.
+
+    Attention layers of the stock layout are ours; linear, convolution, cross-attention and shared ones stay stock.
+    """
+
+    def __init__(self, config: Any, policy: Policy) -> None:
+        self.policy = policy
+        self.prompt: Prompt | None = None
+        layers = []
+        for index, (kind, stock) in enumerate(layout(config)):
+            ours = compressible(kind, stock)
+            layers.append(KVLayer(self, index, kind, getattr(stock, "sliding_window", None)) if ours else stock)
+        super().__init__(layers=layers)
+        if not self.ours:
+            raise StartError("this model has no attention layer whose cache can be compressed")
+
+    @property
+    def ours(self) -> list[KVLayer]:
+        """The layers that a policy acts on."""
+        return [layer for layer in self.layers if isinstance(layer, KVLayer)]
+
+    def announce(self, prompt: Prompt) -> None:
+        """Say what the next prompt is: everything up to and including it, all turns. Compression happens as soon as a
+        layer has seen that many columns."""
+        self.prompt = prompt
+        for layer in self.ours:
+            layer.turn = None
+
+    def room(self, layer: KVLayer, incoming: int) -> int:
+        """Slots to reserve beyond the incoming ones: none for a first prompt that will be compressed anyway."""
+        prompt = self.prompt
+        if prompt is None:
+            return 0
+        if layer.store.seen + incoming < prompt.columns:
+            return prompt.columns - layer.store.seen - incoming
+        if layer.store.seen == 0 and self.policy.frees_memory:
+            return 0
+        return self.policy.growth(prompt)
+
+    def turn(self, layer: KVLayer) -> Turn | None:
+        """The work of this layer on the announced prompt, made for the batch that arrived (beams repeat rows)."""
+        if self.prompt is None:
+            return None
+        if layer.turn is None:
+            rows = len(layer.store.free)
+            if rows != len(self.prompt.lengths):
+                repeats = rows // len(self.prompt.lengths)
+                self.prompt = self.prompt.map(torch.arange(len(self.prompt.lengths)).repeat_interleave(repeats))
+            # a chunk that an entry falls out of is not a window that slides: there the model's mask alone decides
+            window = layer.window if layer.kind == "sliding_attention" else None
+            layer.turn = Turn(layer.index, len(self.ours), window, layer.store, self.policy, self.prompt)
+        return layer.turn
+
+    def turns(self) -> list[Turn]:
+        """The work of all layers, for a policy that is served once."""
+        return [turn for layer in self.ours if (turn := self.turn(layer)) is not None]
+
+    # --- bytes, on the host
+
+    def bytes_used(self) -> int:
+        """Keys and values of our layers in used slots, and of the stock attention layers beside them."""
+        stock = [layer for layer in self.layers if not isinstance(layer, KVLayer)]
+        return sum(layer.store.bytes_used() for layer in self.ours) + sum(_stock_bytes(layer) for layer in stock)
+
+    def bytes_reserved(self) -> int:
+        return sum(layer.store.bytes_reserved() for layer in self.ours)
+
+    def bytes_side(self) -> int:
+        return sum(layer.store.bytes_side() for layer in self.ours)
+
+    # --- what the library asks of a cache as a whole
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Cross-attention layers hold the picture, not the text: they are left as they are."""
+        for layer in self.layers:
+            if not getattr(layer, "holds_picture", False):
+                layer.crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.prompt is not None:
+            self.prompt = self.prompt.map(torch.arange(len(self.prompt.lengths)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.prompt is not None:
+            self.prompt = self.prompt.map(indices)
+
+
+def layout(config: Any) -> list[tuple[str, Any]]:
+    """(kind, stock cache layer) for each decoder layer of a model's config."""
+    text = config.get_text_config(decoder=True)
+    kinds, _ = get_layer_types_and_kwargs(text)
+    stock = DynamicCache(config=config).layers
+    cross = set(getattr(text, "cross_attention_layers", None) or ())
+    named = ["cross_attention" if i in cross else kind for i, kind in enumerate(kinds)]
+    for kind, layer in zip(named, stock, strict=True):
+        layer.holds_picture = kind == "cross_attention"
+    return list(zip(named, stock, strict=True))
+
+
+def compressible(kind: str, stock: Any) -> bool:
+    """Whether our layer can take the place of a stock one."""
+    return kind != "cross_attention" and type(stock) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def layer_report(config: Any) -> list[tuple[int, str, bool, str]]:
+    """(index, kind, compressible, why not) for each decoder layer."""
+    report = []
+    for index, (kind, stock) in enumerate(layout(config)):
+        if compressible(kind, stock):
+            why = ""
+        elif kind == "cross_attention":
+            why = "holds the picture's own keys, which every later token reads"
+        elif kind == "dummy":
+            why = "reads the keys of an earlier layer, and shrinks with them"
+        elif isinstance(stock, LinearAttentionCacheLayerMixin):
+            why = "keeps a state of fixed size, not a cache that grows"
+        else:
+            why = f"its cache is a {type(stock).__name__}"
+        report.append((index, kind, not why, why))
+    return report
+
+
+def _stock_bytes(layer: Any) -> int:
+    tensors = [getattr(layer, "keys", None), getattr(layer, "values", None)]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+# --- attention
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of a run: ours where the keys come from a `KVLayer`, stock everywhere else."""
+    handle: Handle | None = getattr(key, "_kvcli", None)
+    if handle is None:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+        return output, None
+    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+        raise StartError(f"{type(module).__name__} uses learned attention sinks or biases, which kvcli does not serve")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    owner, handle.fresh = handle.fresh, False
+    turn = handle.layer.owner.turn(handle.layer) if owner else None
+    softcap = kwargs.get("softcap")
+    plain = handle.positions is None and handle.bias is None and softcap is None and query.shape[2] > 1
+    if plain and (turn is None or not turn.wants_all_rows):
+        # A first prompt without statistics over all rows: exactly the library's own arithmetic.
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+        if turn is not None:
+            turn.observe(query, key, attention_mask, scale)
+    else:
+        mask = physical_mask(attention_mask, handle.positions, handle.holes, query.shape[2], handle.seen)
+        run = attend if turn is None else turn.attend
+        output = run(query, key, value, mask, scale, softcap=softcap, bias=handle.bias)
+        output = output.transpose(1, 2).contiguous()
+    if owner and turn is not None:
+        _after_attention(handle.layer, turn, query.shape[2])
+    return output, None
+
+
+def _after_attention(layer: KVLayer, turn: Turn, queries: int) -> None:
+    """Let the policy act on a layer whose attention is done."""
+    cache = layer.owner
+    if turn.prompt_ends_now:
+        if cache.policy.when == "layer":
+            turn.apply(cache.policy.compress(turn.view()))
+        elif layer is cache.ours[-1]:
+            turns = cache.turns()
+            answers = cache.policy.compress_model([t.view() for t in turns])
+            for each, answer in zip(turns, answers, strict=True):
+                each.apply(answer)
+    elif turn.step > 0 and queries == 1 and cache.policy.acts_in_decode:
+        turn.evict()
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@contextmanager
+def attached(model: Any) -> Iterator[None]:
+    """Route the text model's attention through kvcli inside the block; leave the model as it was found."""
+    nested = "text_config" in model.config.sub_configs
+    text = model.config.text_config if nested else model.config
+    before = text._attn_implementation
+    deltas = {m: m.rope_deltas for m in model.modules() if "rope_deltas" in vars(m)}
+    model.set_attn_implementation({"text_config" if nested else "": NAME})
+    try:
+        yield
+    finally:
+        model.set_attn_implementation({"text_config" if nested else "": before})
+        for module, value in deltas.items():
+            module.rope_deltas = value

@@ -1,0 +1,240 @@
+"""Attention output, and the statistics that a policy asked for, in one pass.
+
+Knows tensors and `kvcli.policies.contract`, nothing of transformers. Masks are boolean (True: may attend) or additive,
+[B, P, T, S]; grouped queries are packed, never expanded. All sums are taken in float32 at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvcli.policies.contract import Columns, Rows, RowSummary, Statistic
+
+QUERY_BLOCK = {"cpu": 64, "cuda": 512}
+"""Query rows per block: the weights of one block are the only part of the T x S matrix that ever exists."""
+
+
+@dataclass
+class Gather:
+    """One statistic being gathered over S slots. chosen: bool [B, T], which of the queries at hand it counts. value:
+    what was gathered before, over the same S slots, or None."""
+
+    statistic: Statistic
+    chosen: Tensor
+    slots: int
+    value: Tensor | None = None
+
+    def add(self, weights: Tensor, start: int, visible: Tensor | None) -> None:
+        """Take in the attention weights [B, Hkv, G, b, n] of the queries from `start` on, over the first n slots.
+
+        visible: bool, broadcastable to weights, or None when every key could be seen.
+        """
+        chosen = self.chosen[:, start : start + weights.shape[3]]
+        if isinstance(self.statistic, Columns):
+            new = _columns(self.statistic, weights, chosen)
+            if self.value is None:
+                self.value = new.new_zeros(*new.shape[:2], self.slots)
+            reached = self.value[..., : new.shape[-1]]
+            if self.statistic.reduce == "sum":
+                reached += new
+            else:
+                torch.maximum(reached, new, out=reached)
+        elif isinstance(self.statistic, RowSummary):
+            new = _summary(self.statistic, weights, chosen, visible)
+            self.value = new if self.value is None else self.value + new
+        else:
+            wide = torch.nn.functional.pad(weights, (0, self.slots - weights.shape[-1]))
+            self.value = _last_rows(self.statistic, self.value, wide, chosen)
+
+
+class Listener(Protocol):
+    """Anything that is shown the attention weights block by block, as `Gather.add`."""
+
+    def add(self, weights: Tensor, start: int, visible: Tensor | None) -> None: ...
+
+
+class Latest:
+    """Keeps the weights of the last query: [B, H, S]."""
+
+    def __init__(self) -> None:
+        self.weights: Tensor | None = None
+
+    def add(self, weights: Tensor, start: int, visible: Tensor | None) -> None:
+        self.weights = weights[:, :, :, -1].flatten(1, 2)
+
+
+def finish(statistic: Statistic, value: Tensor, kv_heads: int) -> Tensor:
+    """What a policy is given: a gathered value after the head reduction that had to wait for the last row."""
+    if isinstance(statistic, Columns) and value.shape[1] > 1 and not _reduced_early(statistic):
+        return _reduce_heads(value.view(value.shape[0], kv_heads, -1, *value.shape[2:]), statistic.heads)
+    return value
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention output without statistics: [B, H, T, D] -> [B, H, T, Dv]. Masks as in `attend_and_gather`."""
+    batch, heads, length, width = query.shape
+    kv_heads = keys.shape[1]
+    if softcap is not None or length > 1:
+        return attend_and_gather(query, keys, values, mask, scale, [], softcap=softcap, bias=bias)
+    packed = query.reshape(batch, kv_heads, heads // kv_heads, width)
+    mask = _with_bias(mask, bias, query.dtype)
+    output = scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+    return output.reshape(batch, heads, 1, values.shape[-1])
+
+
+def attend_and_gather(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    listeners: Sequence[Listener],
+    *,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    start: int = 0,
+) -> Tensor:
+    """Attention output of the queries from `start` on, gathering along the way.
+
+    query: [B, H, T, D]; keys, values: [B, Hkv, S, D]. Without a mask, query t sees the first S - T + t + 1 keys.
+    values None: no output is wanted, and a tensor without columns is returned. bias: [B, P, S].
+    """
+    batch, heads, length, _ = query.shape
+    kv_heads, slots = keys.shape[1], keys.shape[2]
+    group = heads // kv_heads
+    exact = torch.promote_types(query.dtype, torch.float32)
+    scaled, transposed = query.to(exact) * scale, keys.to(exact).transpose(-1, -2)
+    values = query.new_empty(batch, kv_heads, slots, 0) if values is None else values
+    exact_values = values.to(exact)
+    output = query.new_empty(batch, heads, length - start, values.shape[-1])
+    block = QUERY_BLOCK.get(query.device.type, 64)
+    for begin in range(start, length, block):
+        end = min(begin + block, length)
+        last = slots - length + end if mask is None else slots
+        rows = scaled[:, :, begin:end].reshape(batch, kv_heads, group * (end - begin), -1)
+        logits = torch.matmul(rows, transposed[..., :last]).view(batch, kv_heads, group, end - begin, last)
+        visible = _visible(mask, begin, end, slots - length, last, query.device)
+        logits = _masked(logits, visible, softcap, None if bias is None else bias[..., :last])
+        weights = torch.softmax(logits, -1)
+        if values.shape[-1]:
+            product = torch.matmul(weights.view(batch, kv_heads, -1, last), exact_values[:, :, :last])
+            output[:, :, begin - start : end - start] = product.view(batch, heads, end - begin, -1).to(query.dtype)
+        seen = visible if visible is not None and visible.dtype == torch.bool else None
+        for listener in listeners:
+            listener.add(weights, begin, seen)
+    return output
+
+
+def _visible(mask: Tensor | None, begin: int, end: int, before: int, last: int, device: torch.device) -> Tensor | None:
+    """The mask of a block of queries, broadcastable to [B, Hkv, G, b, last]."""
+    if mask is not None:
+        return mask[:, :, None, begin:end, :last]
+    if end - begin == 1:
+        return None
+    queries = torch.arange(before + begin, before + end, device=device)
+    return (torch.arange(last, device=device) <= queries[:, None])[None, None, None]
+
+
+def _masked(logits: Tensor, visible: Tensor | None, softcap: float | None, bias: Tensor | None) -> Tensor:
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    if bias is not None:
+        logits = logits + bias[:, :, None, None].to(logits.dtype)
+    if visible is None:
+        return logits
+    if visible.dtype == torch.bool:
+        # the lowest number, not -inf: a padding row that may see nothing stays finite, as in stock attention
+        return logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
+    return logits + visible
+
+
+def _with_bias(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if bias is None:
+        return mask
+    added = bias[:, :, None].to(dtype)
+    if mask is None:
+        return added
+    if mask.dtype == torch.bool:
+        return torch.where(mask, added, torch.finfo(dtype).min)
+    return mask + added
+
+
+def _reduced_early(statistic: Columns) -> bool:
+    """Whether heads can be reduced row by row: sums over rows and over heads commute."""
+    linear = statistic.reduce == "sum" and statistic.heads in ("mean", "sum", "group-mean", "group-sum")
+    return statistic.heads_first or linear
+
+
+def _columns(statistic: Columns, weights: Tensor, chosen: Tensor) -> Tensor:
+    """[B, Hkv, G, b, S] -> [B, A, S]."""
+    batch, kv_heads, group, _, slots = weights.shape
+    linear = statistic.reduce == "sum" and not (statistic.heads_first and statistic.heads.endswith("max"))
+    if linear:
+        # ones @ P: a matrix product is several times faster here than a sum over an axis
+        picks = chosen.to(weights.dtype)[:, None, None, :]
+        if _reduced_early(statistic):
+            picks = picks.repeat(1, 1, 1, group)
+            summed = torch.matmul(picks.expand(-1, kv_heads, -1, -1), weights.view(batch, kv_heads, -1, slots))
+            return _after_group_sum(summed[:, :, 0], statistic.heads, group)
+        summed = torch.matmul(picks[:, :, None].expand(-1, kv_heads, group, -1, -1), weights)
+        return summed.view(batch, -1, slots)
+    weights = _reduce_heads(weights, statistic.heads) if statistic.heads_first else weights.flatten(1, 2)
+    weights = weights * chosen[:, None, :, None]
+    return weights.sum(2) if statistic.reduce == "sum" else weights.amax(2)
+
+
+def _after_group_sum(summed: Tensor, heads: str, group: int) -> Tensor:
+    """[B, Hkv, S], summed over each group, to what `heads` asks for."""
+    if heads == "group-sum":
+        return summed
+    if heads == "group-mean":
+        return summed / group
+    total = summed.sum(1, keepdim=True)
+    return total if heads == "sum" else total / (group * summed.shape[1])
+
+
+def _reduce_heads(tensor: Tensor, heads: str) -> Tensor:
+    """[B, Hkv, G, ...] -> [B, H, ...], [B, Hkv, ...] or [B, 1, ...]."""
+    if heads == "none":
+        return tensor.flatten(1, 2)
+    grouped = heads.startswith("group-")
+    tensor, axis = (tensor, 2) if grouped else (tensor.flatten(1, 2), 1)
+    if heads.endswith("max"):
+        return tensor.amax(axis, keepdim=not grouped)
+    return tensor.mean(axis, keepdim=not grouped) if heads.endswith("mean") else tensor.sum(axis, keepdim=not grouped)
+
+
+def _summary(statistic: RowSummary, weights: Tensor, chosen: Tensor, visible: Tensor | None) -> Tensor:
+    entropy = torch.special.entr(weights).sum(-1)
+    seen = torch.ones_like(weights, dtype=torch.bool) if visible is None else visible.expand_as(weights)
+    small = (weights < statistic.below * weights.amax(-1, keepdim=True)) & seen
+    sparsity = small.sum(-1) / seen.sum(-1).clamp(min=1)
+    rows = torch.stack([entropy, sparsity, torch.ones_like(entropy)], -1)
+    return (rows * chosen[:, None, None, :, None]).sum(3).flatten(1, 2)
+
+
+def _last_rows(statistic: Rows, before: Tensor | None, weights: Tensor, chosen: Tensor) -> Tensor:
+    """The last `window` chosen rows of what was gathered before and of this block: [B, H, window, S]."""
+    batch, kv_heads, group, rows, slots = weights.shape
+    flat = weights.reshape(batch, kv_heads * group, rows, slots)
+    if before is None:
+        before = flat.new_zeros(batch, kv_heads * group, statistic.window, slots)
+    both = torch.cat([before, flat], 2)
+    kept = torch.cat([chosen.new_ones(batch, statistic.window), chosen], 1)
+    order = kept.to(torch.uint8).sort(dim=1, stable=True).indices[:, -statistic.window :]  # rows not chosen go first
+    return both.gather(2, order[:, None, :, None].expand(-1, both.shape[1], -1, slots))

@@ -1,0 +1,191 @@
+"""One layer's share of one turn: statistics gathered along the prompt, then what the policy does to the layer.
+
+Stands between `cache` (slots), `attention` (weights) and `kvcli.policies` (decisions); knows nothing of transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvcli.engine.attention import Gather, Latest, Listener, attend, attend_and_gather, finish
+from kvcli.engine.cache import LayerCache
+from kvcli.policies.base import Policy
+from kvcli.policies.contract import Columns, Evict, Keep, LayerView, Prompt, Statistic
+
+
+@dataclass
+class Turn:
+    """The announced prompt and the tokens generated after it, in one layer.
+
+    gathered: statistics that do not follow entries (raw rows, row summaries), until the prompt is compressed.
+    weights: [B, H, S] of the newest query, for policies that ask.
+    """
+
+    layer: int
+    layers: int
+    window: int | None
+    store: LayerCache
+    policy: Policy
+    prompt: Prompt
+    gathered: dict[str, Tensor] = field(default_factory=dict)
+    weights: Tensor | None = None
+    compressed: bool = False
+
+    @property
+    def step(self) -> int:
+        """Generated tokens fed since the prompt; 0 or less while the prompt is still coming in."""
+        return self.store.seen - self.prompt.columns
+
+    @property
+    def prompt_ends_now(self) -> bool:
+        return self.step == 0
+
+    @property
+    def wants_all_rows(self) -> bool:
+        """Whether a statistic of the prompt looks at more rows than the last few."""
+        return self.step <= 0 and any(s.queries != "last" for s in self.policy.statistics())
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        *,
+        softcap: float | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Attention output [B, H, T, Dv], gathering what the policy asked for in the same pass."""
+        gathers = self._gathers(query.shape[2])
+        if not gathers and not self._wants_weights:
+            return attend(query, keys, values, mask, scale, softcap=softcap, bias=bias)
+        listeners: list[Listener] = [*gathers]
+        latest = Latest()
+        if self._wants_weights:
+            listeners.append(latest)
+        output = attend_and_gather(query, keys, values, mask, scale, listeners, softcap=softcap, bias=bias)
+        self.weights = latest.weights
+        self._store(gathers, keys.shape[1])
+        return output
+
+    def observe(self, query: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> None:
+        """Gather over the last rows only, beside an output that was computed elsewhere."""
+        gathers = self._gathers(query.shape[2])
+        if gathers:
+            longest = max(s.window for s in self.policy.statistics())
+            # the window counts real tokens from the end of the prompt, which may reach beyond this chunk
+            start = max(0, query.shape[2] - longest - self.step) if self.step <= 0 else 0
+            attend_and_gather(query, keys, None, mask, scale, gathers, start=start)
+            self._store(gathers, keys.shape[1])
+
+    def view(self) -> LayerView:
+        """What the policy is shown."""
+        keys, values = self.store.view()
+        statistics = dict(self.gathered)
+        for name in (s.name for s in self.policy.statistics() if isinstance(s, Columns)):
+            found = self.store.side_view(name)
+            if found is not None:
+                statistics[name] = finish(self._statistic(name), found, keys.shape[1])
+        positions = self._to_keep(self.store.located())
+        counts = self.store.side_view("counts")
+        return LayerView(
+            layer=self.layer,
+            layers=self.layers,
+            keys=keys,
+            values=values,
+            positions=positions,
+            statistics=statistics,
+            counts=torch.ones_like(positions, dtype=torch.float32) if counts is None else counts,
+            prompt=self.prompt,
+            step=max(0, self.step),
+            held=self._held(),
+            state=self.store.state,
+            weights=self.weights,
+            window=self.window,
+        )
+
+    def apply(self, answer: Keep | None) -> None:
+        """Carry out what the policy decided after the prompt."""
+        self.gathered = {}
+        if answer is None:
+            return
+        side = {"counts": answer.counts, "bias": answer.bias, **answer.side}
+        self.store.keep(
+            answer.index,
+            answer.held,
+            keys=answer.keys,
+            values=answer.values,
+            side={name: value for name, value in side.items() if value is not None},
+            room=self.policy.growth(self.prompt),
+        )
+        self.compressed = True
+
+    def evict(self) -> None:
+        """Ask the policy what leaves after this generated token, and let it leave."""
+        answer: Evict | None = self.policy.evict(self.view())
+        self.weights = None
+        if answer is not None:
+            if answer.into is not None:
+                self.store.merge(answer.slots, answer.into)
+            self.store.evict(answer.slots, answer.leaving)
+
+    # --- inside
+
+    @property
+    def _wants_weights(self) -> bool:
+        return self.step > 0 and self.policy.needs_weights
+
+    def _statistic(self, name: str) -> Statistic:
+        return next(s for s in self.policy.statistics() if s.name == name)
+
+    def _gathers(self, queries: int) -> list[Gather]:
+        found = []
+        slots = self.store.extent
+        for statistic in self.policy.statistics():
+            if self.step > 0 and not (isinstance(statistic, Columns) and statistic.decode):
+                continue
+            chosen = self._chosen(statistic, queries)
+            before = self.gathered.get(statistic.name)
+            if isinstance(statistic, Columns):
+                before = self.store.side_view(statistic.name)
+            found.append(Gather(statistic, chosen, slots, before))
+        return found
+
+    def _chosen(self, statistic: Statistic, queries: int) -> Tensor:
+        """bool [B, T]: which of the newest `queries` columns count; generated tokens all do."""
+        start = self.store.seen - queries
+        chosen = self.prompt.chosen(statistic.queries, statistic.window)[:, start : self.store.seen]
+        missing = queries - chosen.shape[1]
+        return torch.nn.functional.pad(chosen, (0, missing), value=True) if missing else chosen
+
+    def _store(self, gathers: list[Gather], kv_heads: int) -> None:
+        for gather in gathers:
+            if gather.value is None:
+                continue
+            name = gather.statistic.name
+            if not isinstance(gather.statistic, Columns):
+                self.gathered[name] = gather.value
+            elif name not in self.store.side:
+                self.store.set_side(name, gather.value)
+
+    def _to_keep(self, positions: Tensor) -> Tensor:
+        """positions with -1 also where a slot holds padding or what no later token can see."""
+        if not self.compressed and min(self.prompt.lengths) < self.prompt.columns:
+            inside = positions.clamp(0, self.prompt.columns - 1)
+            real = self.prompt.real[:, None].expand(-1, positions.shape[1], -1).gather(-1, inside)
+            positions = positions.masked_fill(~real & (positions < self.prompt.columns), -1)
+        if self.window is not None:
+            positions = positions.masked_fill(positions <= self.store.seen - self.window, -1)
+        return positions
+
+    def _held(self) -> tuple[int, ...]:
+        if self.compressed:
+            return tuple(self.store.held)
+        seen = [n + max(0, self.step) for n in self.prompt.lengths]
+        if self.window is not None:
+            seen = [min(n, self.window - 1) for n in seen]
+        return tuple(min(n, held) for n, held in zip(seen, self.store.held, strict=True))
