@@ -34,6 +34,7 @@ from transformers.masking_utils import sdpa_mask
 from kvcli.engine.attention import attend
 from kvcli.engine.cache import LayerCache
 from kvcli.engine.masks import physical_mask
+from kvcli.engine.rotary import Rotator
 from kvcli.engine.run import Turn
 from kvcli.errors import StartError
 from kvcli.policies.base import Policy
@@ -135,8 +136,9 @@ class KVCache(Cache):
     Attention layers of the stock layout are ours; linear, convolution, cross-attention and shared ones stay stock.
     """
 
-    def __init__(self, config: Any, policy: Policy) -> None:
+    def __init__(self, config: Any, policy: Policy, rotator: Rotator | None = None) -> None:
         self.policy = policy
+        self.rotator = rotator
         self.prompt: Prompt | None = None
         layers = []
         for index, (kind, stock) in enumerate(layout(config)):
@@ -180,7 +182,7 @@ class KVCache(Cache):
                 self.prompt = self.prompt.map(torch.arange(len(self.prompt.lengths)).repeat_interleave(repeats))
             # a chunk that an entry falls out of is not a window that slides: there the model's mask alone decides
             window = layer.window if layer.kind == "sliding_attention" else None
-            layer.turn = Turn(layer.index, len(self.ours), window, layer.store, self.policy, self.prompt)
+            layer.turn = Turn(layer.index, len(self.ours), window, layer.store, self.policy, self.prompt, self.rotator)
         return layer.turn
 
     def turns(self) -> list[Turn]:

@@ -219,6 +219,11 @@ class LayerCache:
             buffer.scatter_(2, index, mixed.to(buffer.dtype))
         self.side["counts"] = counts.scatter(-1, target, total)
 
+    def rewrite(self, slots: Tensor, keys: Tensor) -> None:
+        """Give entries new keys: int64 [B, P, m], [B, Hkv, m, D]."""
+        assert self.keys is not None
+        self.keys.scatter_(2, slots.expand(-1, keys.shape[1], -1)[..., None].expand_as(keys), keys)
+
     def set_side(self, name: str, values: Tensor) -> None:
         """Store a per-slot tensor [B, A, extent]."""
         tensor = values.new_full((*values.shape[:2], self.capacity), FRESH.get(name, 0.0))

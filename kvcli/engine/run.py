@@ -6,12 +6,14 @@ Stands between `cache` (slots), `attention` (weights) and `kvcli.policies` (deci
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvcli.engine.attention import Gather, Latest, Listener, attend, attend_and_gather, finish
 from kvcli.engine.cache import LayerCache
+from kvcli.engine.rotary import Rotator
 from kvcli.policies.base import Policy
 from kvcli.policies.contract import Columns, Evict, Keep, LayerView, Prompt, Statistic
 
@@ -30,6 +32,7 @@ class Turn:
     store: LayerCache
     policy: Policy
     prompt: Prompt
+    rotator: Rotator | None = None
     gathered: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
     compressed: bool = False
@@ -106,6 +109,7 @@ class Turn:
             state=self.store.state,
             weights=self.weights,
             window=self.window,
+            turn=None if self.rotator is None else partial(self.rotator.turn, layer=self.layer),
         )
 
     def apply(self, answer: Keep | None) -> None:
@@ -131,6 +135,8 @@ class Turn:
         if answer is not None:
             if answer.into is not None:
                 self.store.merge(answer.slots, answer.into)
+            if answer.rewrite is not None:
+                self.store.rewrite(*answer.rewrite)
             self.store.evict(answer.slots, answer.leaving)
 
     # --- inside

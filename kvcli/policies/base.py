@@ -49,6 +49,11 @@ class Policy:
         return False
 
     @property
+    def needs_rotation(self) -> bool:
+        """Whether `LayerView.turn` is used."""
+        return False
+
+    @property
     def acts_in_decode(self) -> bool:
         """Whether `evict` is to be called at all."""
         return False

@@ -8,7 +8,7 @@ left padding included, then the generated tokens), D head width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -108,6 +108,8 @@ class LayerView:
     query (decode, and only for a policy with `needs_weights`). step: 0 after a prompt, t after the t-th generated
     token was fed. state: tensors of this layer and run whose first axis is the batch.
     held: entries of each row now, on the host, the most over its heads. window: a sliding layer's width, else None.
+    turn(keys [B, Hkv, n, D], steps [B, Hkv or 1, n]): the keys as if they stood that many positions later, with the
+    model's own frequencies (only for a policy with `needs_rotation`).
     """
 
     layer: int
@@ -123,6 +125,7 @@ class LayerView:
     state: dict[str, torch.Tensor]
     weights: torch.Tensor | None = None
     window: int | None = None
+    turn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     @property
     def occupied(self) -> torch.Tensor:
@@ -169,9 +172,10 @@ class Evict:
     slots: int64 [B, P, n], -1 for none; no slot twice in a row. leaving: for each row the number of entries that
     leave every one of its heads, on the host: the engine reuses that many slots without asking the device.
     into: int64 [B, P, n], the slot that takes each leaving entry in by the count-weighted mean of keys and values;
-    None drops them all.
+    None drops them all. rewrite: (slots int64 [B, P, m], keys [B, Hkv, m, D]), entries that stay with new keys.
     """
 
     slots: torch.Tensor
     leaving: Sequence[int]
     into: torch.Tensor | None = None
+    rewrite: tuple[torch.Tensor, torch.Tensor] | None = None
