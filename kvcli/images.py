@@ -6,6 +6,7 @@ state of its own, and of Pillow's it touches one, briefly and under a lock.
 """
 
 import hashlib
+import logging
 import os
 import re
 import stat
@@ -29,9 +30,10 @@ DEFAULT_MAX_PIXELS = 100_000_000
 MAX_BYTES = 1 << 30
 """Files of more bytes are refused: they would have to be held in memory whole."""
 
-# Pillow warns about odd files in many places. What a user should know is in `Picture.warnings`; the rest
+# Pillow warns and logs about odd files in many places. What a user should know is in the record; the rest
 # would only tear the progress bar. `warnings.catch_warnings` is not safe in threads, a filter set once is.
 warnings.filterwarnings("ignore", module=r"(PIL|pillow_heif)(\.|$)")
+logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 _pillow_limit = threading.Lock()
 
@@ -126,7 +128,7 @@ def _decode(data: bytes, max_pixels: int) -> tuple[Image.Image, str, list[str]]:
     except MemoryError:
         raise PictureError(f"not enough memory to decode this {kind}; make it smaller") from None
     except UnidentifiedImageError as error:
-        raise PictureError(f"begins like a {kind} but is broken or truncated") from error
+        raise PictureError(f"begins like {kind} but is broken or truncated") from error
     except Exception as error:  # decoders raise nearly every type on damaged files
         raise PictureError(f"broken or truncated {kind}: {_one_line(error)}") from error
 

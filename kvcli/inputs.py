@@ -36,15 +36,14 @@ def find(
 ) -> Iterator[Job | Stray]:
     """The jobs that the arguments and the list name, in order, as they are found.
 
-    Each picture is one job; `together` makes one job of all of them (job files keep their own). A path that
-    was found already is left out; another name of the same file, as a link gives it, is another job. A
-    named file that is missing or no picture is a job all the same, and fails when it is loaded.
+    Each picture is one job; `together` makes one job of all of them. A path that was found already is left
+    out; another name of the same file, as a link gives it, is another job. A named file that is missing or no
+    picture is a job all the same, and fails when it is loaded. A job file gives its own jobs (`kvcli.jobs`).
 
     arguments: paths of files, folders and `.jsonl` job files, patterns (`photos/**/*.jpg`), or `-` for one
         picture's bytes on stdin.
     from_file: a file that lists paths, one a line, or ended by NUL bytes if `null_separated`; `-` is stdin.
-    There,
-        nothing is a pattern. Relative paths start at the current folder.
+        Nothing in it is a pattern. Relative paths start at the current folder.
     stdin: what `-` reads, sys.stdin's bytes by default.
 
     Raises UsageError from this call if nothing is named or nothing is found.
@@ -93,9 +92,7 @@ class _Search:
     unmatched: list[str] = field(default_factory=list)
 
     def one(self, text: str, typed: bool) -> Iterator[Job | Stray]:
-        """Everything that one argument, or one line of a list, names. Only what was typed can be `-` or a
-        pattern.
-        """
+        """All that one argument or one line of a list names. Only what was typed can be `-` or a pattern."""
         if not os.path.lexists(text) and os.path.lexists(restore(text)):
             text = restore(text)  # copied from a record
         if text == "-" and typed:
