@@ -70,6 +70,7 @@ class KVLayer(CacheLayerMixin):
         self.is_sliding = window is not None
         self.store = LayerCache()
         self.turn: Turn | None = None
+        self.bytes_noted = 0
 
     @property
     def owner(self) -> KVCache:
@@ -89,6 +90,7 @@ class KVLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.store.append(key_states, value_states, room=self.owner.room(self, key_states.shape[2]))
+        self.owner.account(self)
         self.keys, self.values = self.store.view()
         positions = None if self.store.positions is None else self.store.located()
         self.keys._kvcli = Handle(  # type: ignore[attr-defined]
@@ -140,6 +142,8 @@ class KVCache(Cache):
         self.policy = policy
         self.rotator = rotator
         self.prompt: Prompt | None = None
+        self.bytes_peak = 0
+        self._bytes_now = 0
         layers = []
         for index, (kind, stock) in enumerate(layout(config)):
             ours = compressible(kind, stock)
@@ -189,7 +193,28 @@ class KVCache(Cache):
         """The work of all layers, for a policy that is served once."""
         return [turn for layer in self.ours if (turn := self.turn(layer)) is not None]
 
-    # --- bytes, on the host
+    # --- accounts, on the host
+
+    def account(self, layer: KVLayer) -> None:
+        """Note what a layer uses after it grew or shrank, and the highest total."""
+        used = layer.store.bytes_used()
+        self._bytes_now += used - layer.bytes_noted
+        layer.bytes_noted = used
+        self.bytes_peak = max(self.bytes_peak, self._bytes_now)
+
+    def held(self) -> tuple[float, ...]:
+        """Entries of each row, mean of our layers."""
+        stores = [layer.store.held for layer in self.ours]
+        return tuple(sum(rows) / len(stores) for rows in zip(*stores, strict=True))
+
+    def full_bytes(self, seen: int) -> int:
+        """What our layers would hold of one row of `seen` tokens, had nothing been compressed: a sliding layer never
+        holds more than its window."""
+        total = 0
+        for layer in self.ours:
+            slots = seen if layer.window is None else min(seen, layer.window)
+            total += layer.store.bytes_per_slot() // max(1, len(layer.store.free)) * slots
+        return total
 
     def bytes_used(self) -> int:
         """Keys and values of our layers in used slots, and of the stock attention layers beside them."""
@@ -256,6 +281,14 @@ def layer_report(config: Any) -> list[tuple[int, str, bool, str]]:
     return report
 
 
+def entry_bytes(config: Any, dtype: torch.dtype) -> list[int]:
+    """KV bytes of one token in each of our layers."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return [2 * heads * width * dtype.itemsize for kind, stock in layout(config) if compressible(kind, stock)]
+
+
 def _stock_bytes(layer: Any) -> int:
     tensors = [getattr(layer, "keys", None), getattr(layer, "values", None)]
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
@@ -312,11 +345,14 @@ def _after_attention(layer: KVLayer, turn: Turn, queries: int) -> None:
     if turn.prompt_ends_now:
         if cache.policy.when == "layer":
             turn.apply(cache.policy.compress(turn.view()))
+            cache.account(layer)
         elif layer is cache.ours[-1]:
             turns = cache.turns()
             answers = cache.policy.compress_model([t.view() for t in turns])
             for each, answer in zip(turns, answers, strict=True):
                 each.apply(answer)
+            for other in cache.ours:
+                cache.account(other)
     elif turn.step > 0 and queries == 1 and cache.policy.acts_in_decode:
         turn.evict()
 

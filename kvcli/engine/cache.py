@@ -81,11 +81,11 @@ class LayerCache:
 
     def bytes_used(self) -> int:
         """2 x B x Hkv x used slots x head width x bytes of one number (keys and values may differ in width)."""
-        return self._bytes_per_slot() * self.extent
+        return self.bytes_per_slot() * self.extent
 
     def bytes_reserved(self) -> int:
         """Allocated for slots that hold nothing yet."""
-        return self._bytes_per_slot() * (self.capacity - self.extent)
+        return self.bytes_per_slot() * (self.capacity - self.extent)
 
     def bytes_side(self) -> int:
         """Positions, statistics, counts and state."""
@@ -94,8 +94,10 @@ class LayerCache:
             tensors.append(self.positions)
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def _bytes_per_slot(self) -> int:
-        return sum(t[:, :, :1].numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
+    def bytes_per_slot(self) -> int:
+        """Keys and values of one slot, all rows and heads."""
+        buffers = [t for t in (self.keys, self.values) if t is not None]
+        return sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in buffers)
 
     # --- writing
 
