@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -90,6 +90,8 @@ class _Search:
     seen: set[bytes] = field(default_factory=set)
     strays: int = 0
     unmatched: list[str] = field(default_factory=list)
+    # Neighbours share a folder. The memory is this run's own: relative paths mean another place in the next.
+    real: Callable[[str], str] = field(default_factory=lambda: lru_cache(maxsize=256)(_real))
 
     def one(self, text: str, typed: bool) -> Iterator[Job | Stray]:
         """All that one argument or one line of a list names. Only what was typed can be `-` or a pattern."""
@@ -173,7 +175,7 @@ class _Search:
         Hashes keep a million paths within about 100 MB.
         """
         folder, name = os.path.split(path)
-        place = os.path.join(_real(folder), name).encode("utf-8", "surrogatepass")
+        place = os.path.join(self.real(folder), name).encode("utf-8", "surrogatepass")
         key = hashlib.sha256(place).digest()[:16]
         if key in self.seen:
             return False
@@ -181,7 +183,6 @@ class _Search:
         return True
 
 
-@lru_cache(maxsize=256)
 def _real(folder: str) -> str:
     try:
         return os.path.realpath(folder)
