@@ -73,14 +73,18 @@ class Elastic(Policy):
         return [self.target(n) / n for n in view.prompt.lengths]
 
     def _set_truncation_point(self, view: LayerView, kept: Keep) -> None:
-        """Remember the position of the entry at rank N - distance (never the first entry).
+        """Remember the position of the entry at rank N - distance (never the first entry; in a prompt of one token
+        that is the next token).
 
         Everything from that position on is a queue from which the oldest leaves, which deletes what index
         N - distance holds at each step without counting entries.
         """
-        rank = torch.tensor([max(1, n - self.distance) for n in kept.held], device=kept.index.device)
+        ranks = [max(1, n - self.distance) for n in kept.held]
+        rank = torch.tensor([min(r, n - 1) for r, n in zip(ranks, kept.held, strict=True)], device=kept.index.device)
         slot = kept.index.gather(-1, rank[:, None, None].expand(-1, kept.index.shape[1], 1))
-        view.state["truncation"] = view.positions.gather(-1, slot)
+        beyond = torch.tensor([r >= n for r, n in zip(ranks, kept.held, strict=True)], device=kept.index.device)
+        located = view.positions.gather(-1, slot)
+        view.state["truncation"] = located.masked_fill(beyond[:, None, None], view.prompt.columns)
 
 
 def merge_into_nearest(view: LayerView, kept: Keep, anchors: torch.Tensor) -> Keep:
