@@ -2,7 +2,7 @@
 
 Pillow's plain `convert("RGB")` turns transparent pixels black, lets a `tRNS` colour show through, and
 saturates everything deeper than 8 bits. A picture and its lossless twin must give the same pixels, so none
-of this may happen.
+of this may happen. Colour profiles are ignored, as the models' own processors ignore them.
 """
 
 from typing import Any

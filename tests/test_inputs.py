@@ -11,6 +11,7 @@ from typing import Any
 
 import hostile
 import pytest
+from forbidden import forbidden
 from PIL import Image
 
 from kvcli.errors import UsageError
@@ -19,6 +20,8 @@ from kvcli.names import display, restore
 
 # Pillow warns of what is meant to be damaged here.
 pytestmark = pytest.mark.filterwarnings("ignore:::PIL")
+
+__all__ = ["forbidden"]  # a fixture
 
 PICTURE = hostile.png(1, 1, 8, 2, bytes(4))
 
@@ -146,8 +149,18 @@ def test_a_list_holds_plain_paths(here: Path) -> None:
     (here / "list").write_bytes(b"a.png\r\n\n[c].png\nin\na.png\n*.png")
     assert paths(from_file="list") == ["a.png", "[c].png", "in/b.png", "*.png"]
     assert paths(from_file="-", stdin=b"new\nline.png\0a.png", null_separated=True) == ["new\nline.png", "a.png"]
+    assert len(paths(from_file="-", stdin=b"a.png\0in/b.png")) == 1  # no name, but no crash
     with pytest.raises(UsageError, match="--from-file gone"):
         find([], from_file="gone")
+
+
+def test_a_folder_that_cant_be_read_is_a_failure_not_a_silence(forbidden: Path) -> None:
+    put(forbidden, "a.png", "locked/b.png")
+    (forbidden / "locked").chmod(0)
+    good, bad = jobs(forbidden, recursive=True)
+    assert (good.error, bad.paths) == (None, (f"{forbidden}/locked",))
+    assert bad.error == "folder can't be read: Permission denied"
+    assert paths(f"{forbidden}/**/*.png") == [f"{forbidden}/a.png"]
 
 
 def test_a_list_is_read_as_it_comes(here: Path) -> None:
