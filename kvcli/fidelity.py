@@ -1,0 +1,202 @@
+"""How true a compressed cache is to the full cache of the same model. No labels are needed.
+
+Knows sessions and policies, nothing of files and the terminal. `look_up` lets the full cache answer; `measure` compares
+one policy with that.
+
+Perplexity follows the protocol of Elastic Cache (Liu et al., ECCV 2024, section 4.1): an answer is fed token by token
+and the policy acts after every token. All tokens of the answer count, the end-of-text token too when the model wrote
+it: the first is predicted by the prompt, before anything has left the cache; the last is predicted but never fed.
+(The released code leaves the last one out.) A given text is tokenised as it stands, without special tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from rouge_score import rouge_scorer
+from torch import Tensor
+
+from kvcli.engine.forcing import force, watched
+from kvcli.engine.session import Decoding, Outcome, Prepared, Session
+from kvcli.errors import UsageError
+from kvcli.policies.base import Policy
+from kvcli.policies.full import Full
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the full cache did with one request.
+
+    outcome: its greedy answer. answer: the token ids whose perplexity is measured, that answer or a given text.
+    logits: [len(answer), vocabulary] on the host, the full cache's scores while `answer` was fed.
+    """
+
+    prepared: Prepared
+    outcome: Outcome
+    answer: tuple[int, ...]
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """One policy against the full cache on one request.
+
+    outcome: the policy's own greedy answer. While the reference's answer (`tokens` of them) was fed: nll and nll_full,
+    mean negative log-likelihood of its tokens in nats; agreement, share of steps where both caches rank the same token
+    first; kl, mean KL(full || policy) in nats. Between the two greedy answers: rouge_l (F, 0 to 1) and
+    first_divergence, the index of the first token that differs, None when none does.
+    """
+
+    outcome: Outcome
+    tokens: int
+    nll: float
+    nll_full: float
+    agreement: float
+    kl: float
+    rouge_l: float
+    first_divergence: int | None
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-likelihood."""
+        return math.exp(self.nll)
+
+    @property
+    def perplexity_full(self) -> float:
+        """The same under the full cache."""
+        return math.exp(self.nll_full)
+
+
+def look_up(
+    session: Session, batch: Sequence[Prepared], decoding: Decoding, texts: Sequence[str] | None = None
+) -> list[Reference]:
+    """Answer a batch with the full cache. texts: answers to measure perplexity on, instead of the full cache's own.
+
+    Holds answer length x vocabulary scores of each row in memory. Raises `UsageError` for an empty text.
+    """
+    steps: list[Tensor] = []
+
+    def note(step: int, logits: Tensor) -> None:
+        steps.append(logits.cpu())
+
+    with watched(session.model, note):
+        outcomes = session.run(batch, Full(), greedy(decoding))
+    answers = [outcome.tokens for outcome in outcomes]
+    if texts is not None:
+        answers = [tokenize(session, text) for text in texts]
+        steps.clear()
+        force(session, batch, Full(), answers, note)
+    logits = torch.stack(steps, 1)
+    return [
+        Reference(prepared, outcome, answer, logits[row, : len(answer)].clone())
+        for row, (prepared, outcome, answer) in enumerate(zip(batch, outcomes, answers, strict=True))
+    ]
+
+
+def measure(session: Session, references: Sequence[Reference], policy: Policy, decoding: Decoding) -> list[Fidelity]:
+    """Compare a policy with the full cache, all references in one batch: one free run, one that is fed the answers."""
+    batch = [reference.prepared for reference in references]
+    outcomes = session.run(batch, policy, greedy(decoding))
+    scorer = Scorer(references)
+    force(session, batch, policy, [reference.answer for reference in references], scorer)
+    return [
+        Fidelity(
+            outcome=outcome,
+            tokens=len(reference.answer),
+            **means,
+            rouge_l=rouge_l(reference.outcome.text, outcome.text),
+            first_divergence=first_divergence(reference.outcome.tokens, outcome.tokens),
+        )
+        for reference, outcome, means in zip(references, outcomes, scorer.means(), strict=True)
+    ]
+
+
+class Scorer:
+    """Compares raw scores, step by step, with what the full cache said."""
+
+    def __init__(self, references: Sequence[Reference]) -> None:
+        self.references = references
+        self.sums: Tensor | None = None  # [B, 4]: nll, nll_full, agreement, kl
+
+    def __call__(self, step: int, logits: Tensor) -> None:
+        last = [min(step, len(reference.answer) - 1) for reference in self.references]
+        over = torch.tensor([step >= len(reference.answer) for reference in self.references], device=logits.device)
+        full = torch.stack([r.logits[t] for r, t in zip(self.references, last, strict=True)]).to(logits.device)
+        token = torch.tensor([r.answer[t] for r, t in zip(self.references, last, strict=True)], device=logits.device)
+        ours, theirs = log_probabilities(logits), log_probabilities(full)
+        kl = torch.where(theirs.isneginf(), 0.0, theirs.exp() * (theirs - ours)).sum(-1)
+        nll, nll_full = (-t.gather(-1, token[:, None])[:, 0] for t in (ours, theirs))
+        agreement = (logits.argmax(-1) == full.argmax(-1)).to(kl.dtype)
+        new = torch.stack([nll, nll_full, agreement, kl], -1).masked_fill(over[:, None], 0.0)
+        self.sums = new if self.sums is None else self.sums + new
+
+    def means(self) -> list[dict[str, float]]:
+        """nll, nll_full, agreement and kl of each row."""
+        assert self.sums is not None
+        names = ("nll", "nll_full", "agreement", "kl")
+        return [
+            dict(zip(names, (total / len(reference.answer) for total in row), strict=True))
+            for reference, row in zip(self.references, self.sums.tolist(), strict=True)
+        ]
+
+
+def perplexity(results: Sequence[Fidelity], *, full: bool = False) -> float:
+    """exp of the mean over all tokens of all results, as papers report it. full: under the full cache."""
+    total = sum((r.nll_full if full else r.nll) * r.tokens for r in results)
+    return math.exp(total / sum(r.tokens for r in results))
+
+
+def greedy(decoding: Decoding) -> Decoding:
+    """The same without draws and beams."""
+    return dataclasses.replace(decoding, temperature=0.0, top_p=1.0, num_beams=1)
+
+
+def tokenize(session: Session, text: str) -> tuple[int, ...]:
+    """The token ids of a given answer. Raises `UsageError` when there is none."""
+    ids = session.tokenizer(text.strip(), add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise UsageError("an empty text was given as reference answer; remove it or fill it in")
+    return tuple(ids)
+
+
+def first_divergence(reference: Sequence[int], candidate: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or where the shorter one ends; None when both are the same."""
+    for index, (one, other) in enumerate(zip(reference, candidate, strict=False)):
+        if one != other:
+            return index
+    shorter, longer = sorted((len(reference), len(candidate)))
+    return None if shorter == longer else shorter
+
+
+def rouge_l(reference: str, candidate: str) -> float:
+    """ROUGE-L F of two texts, 0 to 1 (Lin, 2004); two texts without a single word are alike only when equal."""
+    if reference == candidate:
+        return 1.0
+    return float(_scorer().score(reference, candidate)["rougeL"].fmeasure)
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Log-softmax in float32 at least."""
+    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+
+
+class Words:
+    """Words in lower case, also beyond ASCII; scripts without spaces are cut into characters."""
+
+    pattern = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]|[^\W_\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]+")
+
+    def tokenize(self, text: str) -> list[str]:
+        """The words of a text."""
+        return self.pattern.findall(text.lower())
+
+
+@cache
+def _scorer() -> Any:
+    return rouge_scorer.RougeScorer(["rougeL"], tokenizer=Words())
