@@ -120,9 +120,7 @@ def _open_to_pictures(model: hf.PreTrainedModel) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- prompts
-def _prompts(
-    visual: int | Sequence[int], batch: int, *, framed: bool = False, extra_words: int = 0
-) -> Inputs:
+def _prompts(visual: int | Sequence[int], batch: int, *, framed: bool = False, extra_words: int = 0) -> Inputs:
     """Rows `four words, picture, more words` whose lengths differ; `visual` picture tokens a row."""
     generator = torch.Generator().manual_seed(0)
     counts = [visual] * batch if isinstance(visual, int) else list(visual)
@@ -265,9 +263,7 @@ def _grid_inputs(model: hf.PreTrainedModel, batch: int) -> tuple[hf.PreTrainedMo
     }
 
 
-def _qwen_config(
-    config: type[hf.PreTrainedConfig], text: dict[str, Any], tower: dict[str, Any]
-) -> hf.PreTrainedConfig:
+def _qwen_config(config: type[hf.PreTrainedConfig], text: dict[str, Any], tower: dict[str, Any]) -> hf.PreTrainedConfig:
     return config(
         text_config={**TEXT, **text},
         vision_config=tower,
@@ -483,17 +479,36 @@ def _shared_text() -> dict[str, Any]:
     }
 
 
-@_architecture("gemma4", "rope", "gqa", "sliding", "shared")
+@_architecture("gemma4", "rope", "gqa", "sliding", "shared", "picture")
 def _gemma4(batch: int) -> tuple[hf.PreTrainedModel, Inputs]:
+    """8 x 8 patches that carry their positions, pooled to 16 tokens, and some padding."""
+    tower = {key: TOWER[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
     config = hf.Gemma4Config(
         text_config={**_shared_text(), "global_head_dim": 32},
-        vision_config=None,
+        vision_config={
+            **tower,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
+            "initializer_range": 0.15,
+        },
         audio_config=None,
         image_token_id=IMAGE,
         boi_token_id=PICTURE_START,
         eoi_token_id=PICTURE_END,
     )
-    return hf.Gemma4ForConditionalGeneration(config), _text_only(batch)
+    prompts = _prompts(16, batch, framed=True)
+    places = torch.cartesian_prod(torch.arange(8), torch.arange(8)).flip(-1)
+    padded = torch.cat((places, torch.full((16, 2), -1)))
+    return hf.Gemma4ForConditionalGeneration(config), {
+        **prompts,
+        "mm_token_type_ids": (prompts["input_ids"] == IMAGE).long(),
+        "pixel_values": _pixels(batch, 80, 3 * 4 * 4).sigmoid(),
+        "image_position_ids": padded.repeat(batch, 1, 1),
+    }
 
 
 @_architecture("gemma3n", "rope", "gqa", "sliding", "shared")
