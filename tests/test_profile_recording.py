@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from kvcli import policies
-from kvcli.engine.recording import DROPPED, GENERATED, KEPT, MERGED, VISUAL, Recording
+from kvcli.engine.recording import DROPPED, GENERATED, KEPT, MERGED, VISUAL, Recording, record
 from kvcli.engine.session import Decoding, Outcome, Request, Session
 
 STEPS = Decoding(max_new_tokens=16)
@@ -33,7 +33,7 @@ def requests() -> list[Request]:
 def recorded(
     session: Session, requests: list[Request], policy: str, **options: object
 ) -> tuple[list[Outcome], Recording]:
-    recording = Recording(policies.create(policy, **options))
+    recording = record(policies.create(policy, **options))
     return session.run([session.prepare(r) for r in requests], recording, STEPS), recording
 
 

@@ -1,6 +1,6 @@
 """Write down what a policy sees and does, without changing it.
 
-`Recording` is a policy that hands every question on to the one it wraps and notes, layer by layer, the attention that
+`record` makes a policy that hands every question on to another one and notes, layer by layer, the attention that
 each token got, the shape of the attention rows, and which entries left when. `Trace` is one row of that as plain
 arrays, for reports. Knows the policy contract, nothing of models, files and figures.
 
@@ -91,37 +91,20 @@ class Trace:
 
 
 class Recording(Policy):
-    """Any policy, with all that happens written down. For one run or one conversation of a batch."""
-
-    def __init__(self, inner: Policy) -> None:
-        vars(self).update(inner=inner, layers={}, prompt=None, fed={}, budget=inner.budget, name=inner.name)
-        vars(self).update(when=inner.when, frees_memory=inner.frees_memory, sees_question=inner.sees_question)
-        vars(self).update(smallest=inner.smallest, source=inner.source)
+    """A policy with all that happens written down. For one run, or one conversation, of a batch. Made by `record`."""
 
     inner: Policy
     layers: dict[int, _Layer]
-    prompt: Prompt | None
     fed: dict[int, None]
     """Columns that were generated, in order."""
 
-    # --- what the wrapped policy says
+    @property
+    def acts_in_decode(self) -> bool:
+        """Always, so as to be shown every step; the policy itself is asked only if it acts."""
+        return True
 
     def statistics(self) -> tuple[Statistic, ...]:
         return (*self.inner.statistics(), IMPORTANCE, ANSWER, ROWS)
-
-    needs_weights = property(lambda self: self.inner.needs_weights)
-    needs_rotation = property(lambda self: self.inner.needs_rotation)
-    hides_tokens = property(lambda self: self.inner.hides_tokens)
-    acts_in_decode = property(lambda self: True)  # to be shown every step; the wrapped policy is asked only if it acts
-
-    def growth(self, prompt: Prompt) -> int:
-        return self.inner.growth(prompt)
-
-    def target(self, seen: int) -> int:
-        return self.inner.target(seen)
-
-    def resolved(self) -> dict[str, Any]:
-        return self.inner.resolved()
 
     def compress(self, view: LayerView) -> Keep | None:
         return self._prompt_done(view, self.inner.compress(view))
@@ -142,28 +125,35 @@ class Recording(Policy):
     # --- notes
 
     def _prompt_done(self, view: LayerView, answer: Keep | None) -> Keep | None:
-        vars(self)["prompt"] = view.prompt
         layer = self.layers.setdefault(view.layer, _Layer(view.layer))
         layer.note(layer.importance, view, IMPORTANCE.name)
         layer.note(layer.answer, view, ANSWER.name)
-        layer.rows = view.statistics[ROWS.name]
+        layer.rows, layer.prompt = view.statistics[ROWS.name], view.prompt
         if answer is not None:
             layer.keep(view, answer)
         return answer
 
     def trace(self, row: int = 0) -> Trace:
         """What happened to one row of the batch, without its padding."""
-        if self.prompt is None:
-            raise ValueError("nothing was recorded yet")
-        real = self.prompt.real[row].cpu().numpy()
+        prompt = next(iter(self.layers.values())).prompt
+        assert prompt is not None
+        real = prompt.real[row].cpu().numpy()
         end = max([len(real), *(column + 1 for column in self.fed)])
         kinds = np.full(end, GENERATED, dtype=np.int64)
-        kinds[: len(real)] = np.where(self.prompt.visual[row].cpu().numpy(), VISUAL, TEXT)
+        kinds[: len(real)] = np.where(prompt.visual[row].cpu().numpy(), VISUAL, TEXT)
         kinds[[column for column in self.fed if column < len(real)]] = GENERATED
         columns = np.concatenate([np.flatnonzero(real), np.arange(len(real), end)])
         layers = tuple(self.layers[index].trace(row, columns) for index in sorted(self.layers))
         name = {"name": self.inner.name, **self.inner.resolved()}
         return Trace(name, kinds[columns], int(real.sum()), layers)
+
+
+def record(policy: Policy) -> Recording:
+    """The same policy, recorded: a subclass of its class that asks `policy` itself and writes down the answers."""
+    cls = type(f"Recorded{type(policy).__name__}", (Recording, type(policy)), {})
+    recording: Recording = object.__new__(cls)
+    vars(recording).update(vars(policy), inner=policy, layers={}, fed={})
+    return recording
 
 
 @dataclass
@@ -183,6 +173,7 @@ class _Layer:
     importance: list[Tensor] = field(default_factory=list)
     answer: list[Tensor] = field(default_factory=list)
     rows: Tensor | None = None
+    prompt: Prompt | None = None
     exits: list[_Exit] = field(default_factory=list)
 
     def note(self, into: list[Tensor], view: LayerView, name: str) -> None:
