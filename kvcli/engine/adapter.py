@@ -61,14 +61,14 @@ class KVLayer(CacheLayerMixin):
 
     is_compileable = False
 
-    def __init__(self, owner: KVCache, index: int, kind: str, window: int | None) -> None:
+    def __init__(self, owner: KVCache, index: int, kind: str, window: int | None, shared: bool) -> None:
         super().__init__()
         self.keys: Tensor | None
         self.values: Tensor | None
         self._owner = weakref.ref(owner)
         self.index, self.kind, self.window = index, kind, window
         self.is_sliding = window is not None
-        self.store = LayerCache()
+        self.store = LayerCache(shared)
         self.turn: Turn | None = None
         self.bytes_noted = 0
 
@@ -144,10 +144,11 @@ class KVCache(Cache):
         self.prompt: Prompt | None = None
         self.bytes_peak = 0
         self._bytes_now = 0
-        layers = []
-        for index, (kind, stock) in enumerate(layout(config)):
-            ours = compressible(kind, stock)
-            layers.append(KVLayer(self, index, kind, getattr(stock, "sliding_window", None)) if ours else stock)
+        stocks, layers = layout(config), []
+        shared = any(kind == "dummy" for kind, _ in stocks)
+        for index, (kind, stock) in enumerate(stocks):
+            ours, window = compressible(kind, stock), getattr(stock, "sliding_window", None)
+            layers.append(KVLayer(self, index, kind, window, shared) if ours else stock)
         super().__init__(layers=layers)
         if not self.ours:
             raise StartError("this model has no attention layer whose cache can be compressed")

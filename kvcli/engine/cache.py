@@ -26,9 +26,12 @@ class LayerCache:
     tensors whose first axis is the batch. free: empty slots below `extent` of each row (the fewest over its heads).
     gaps: whether some head may have empty slots that `free` does not count.
     tail: how many of the last slots hold the last columns in order, so that `crop` can take them back.
+    shared: whether other layers read these keys too, later in the same forward pass: they must find what this layer
+    found, so held entries are then changed in a copy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: bool = False) -> None:
+        self.shared = shared
         self.reset()
 
     def reset(self) -> None:
@@ -141,9 +144,8 @@ class LayerCache:
         for buffer, new in ((self.keys, keys), (self.values, values)):
             buffer.scatter_(2, slots[..., None].expand(-1, new.shape[1], -1, new.shape[-1]), new)
         self.positions = self.positions.scatter(-1, slots, self.seen)
-        for name, tensor in self.side.items():
-            if tensor.shape[1] < slots.shape[1]:
-                tensor = self.side[name] = tensor.expand(-1, slots.shape[1], -1).clone()
+        for name in self.side:
+            tensor = self._side_of_heads(name, slots.shape[1])
             tensor.scatter_(-1, match_heads(slots, tensor), FRESH.get(name, 0.0))
         self.free = [free - 1 for free in self.free]
         self.tail = 0
@@ -176,7 +178,7 @@ class LayerCache:
         self.positions, self.side = kept_positions, kept_side
         self.extent, self.tail = width, 0
         self.free = [width - n for n in held]
-        self.gaps = bool(missing.any())
+        self.gaps = bool((kept_positions < 0).any())
         self._allocate(width + room, self.keys, self.values)
 
     def evict(self, slots: Tensor, leaving: Sequence[int]) -> None:
@@ -202,18 +204,15 @@ class LayerCache:
 
         slots, into: int64 [B, P, n], -1 in `slots` for none. Several entries may go into the same one.
         """
-        assert self.keys is not None
-        assert self.values is not None
-        located = self.located()
         if "counts" not in self.side:
-            self.set_side("counts", torch.ones_like(located, dtype=torch.float32))
-        counts = self.side["counts"]
+            self.set_side("counts", torch.ones_like(self.located(), dtype=torch.float32))
+        counts = self._side_of_heads("counts", slots.shape[1])
         source, target = (match_heads(t.clamp(min=0), counts) for t in (slots, into))
         weight = counts.gather(-1, source).masked_fill(match_heads(slots, counts) < 0, 0.0)
         own = counts.gather(-1, target)
         together = (target[..., :, None] == target[..., None, :]).to(weight.dtype)  # who goes into the same entry
         total = own + (together @ weight[..., None])[..., 0]
-        for buffer in (self.keys, self.values):
+        for buffer in self._writable():
             exact = torch.promote_types(buffer.dtype, torch.float32)
             added = together.to(exact) @ (gather_slots(buffer, source).to(exact) * weight[..., None])
             mixed = (gather_slots(buffer, target).to(exact) * own[..., None] + added) / total[..., None]
@@ -223,14 +222,29 @@ class LayerCache:
 
     def rewrite(self, slots: Tensor, keys: Tensor) -> None:
         """Give entries new keys: int64 [B, P, m], [B, Hkv, m, D]."""
-        assert self.keys is not None
-        self.keys.scatter_(2, slots.expand(-1, keys.shape[1], -1)[..., None].expand_as(keys), keys)
+        held, _ = self._writable()
+        held.scatter_(2, slots.expand(-1, keys.shape[1], -1)[..., None].expand_as(keys), keys)
 
     def set_side(self, name: str, values: Tensor) -> None:
         """Store a per-slot tensor [B, A, extent]."""
         tensor = values.new_full((*values.shape[:2], self.capacity), FRESH.get(name, 0.0))
         tensor[..., : self.extent] = values
         self.side[name] = tensor
+
+    def _writable(self) -> tuple[Tensor, Tensor]:
+        """The buffers, once nobody else can be looking at them."""
+        assert self.keys is not None
+        assert self.values is not None
+        if self.shared:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return self.keys, self.values
+
+    def _side_of_heads(self, name: str, heads: int) -> Tensor:
+        """A side tensor that can tell this many heads apart."""
+        tensor = self.side[name]
+        if tensor.shape[1] < heads:
+            tensor = self.side[name] = tensor.expand(-1, heads, -1).clone()
+        return tensor
 
     # --- what generate does to a cache
 
