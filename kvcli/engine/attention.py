@@ -37,6 +37,8 @@ class Gather:
         """
         chosen = self.chosen[:, start : start + weights.shape[3]]
         if isinstance(self.statistic, Columns):
+            if self.statistic.decay != 1.0:
+                chosen = self._fade(chosen, weights.dtype)
             new = _columns(self.statistic, weights, chosen)
             if self.value is None:
                 self.value = new.new_zeros(*new.shape[:2], self.slots)
@@ -51,6 +53,16 @@ class Gather:
         else:
             wide = torch.nn.functional.pad(weights, (0, self.slots - weights.shape[-1]))
             self.value = _last_rows(self.statistic, self.value, wide, chosen)
+
+
+    def _fade(self, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weights [B, b] of the rows at hand, after what was gathered before has lost its share."""
+        assert isinstance(self.statistic, Columns)
+        counted = chosen.to(dtype)
+        later = counted.flip(-1).cumsum(-1).flip(-1) - counted
+        if self.value is not None:
+            self.value *= (self.statistic.decay ** counted.sum(-1))[:, None, None]
+        return counted * self.statistic.decay**later
 
 
 class Listener(Protocol):

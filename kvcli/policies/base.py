@@ -44,6 +44,11 @@ class Policy:
         return ()
 
     @property
+    def served_at_once(self) -> bool:
+        """Whether `compress_model` answers for all layers together; what `when` says, unless options change it."""
+        return self.when == "model"
+
+    @property
     def needs_weights(self) -> bool:
         """Whether `evict` reads `LayerView.weights`."""
         return False
@@ -51,6 +56,17 @@ class Policy:
     @property
     def needs_rotation(self) -> bool:
         """Whether `LayerView.turn` is used."""
+        return False
+
+    @property
+    def hides_tokens(self) -> bool:
+        """Whether what leaves the first layer also leaves the hidden states of later ones."""
+        return False
+
+    @property
+    def renumbers(self) -> bool:
+        """Whether tokens after a compressed prompt stand at the number of entries held, not at their true position
+        (needs rotation)."""
         return False
 
     @property

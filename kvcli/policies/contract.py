@@ -27,6 +27,7 @@ class Columns:
     `heads`: reduction over query heads. "none" keeps [B, H, S], "group-*" gives [B, Hkv, S], the others [B, 1, S].
     `heads_first`: reduce heads before rows; matters when one of the two is a maximum or the other is not linear.
     `decode`: go on while generating, with each new token as one more query row (of weight one).
+    `decay`: with "sum", what a row's weight is multiplied by for each counted row that comes after it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Columns:
     heads: Heads = "mean"
     heads_first: bool = False
     decode: bool = False
+    decay: float = 1.0
 
 
 @dataclass(frozen=True)
