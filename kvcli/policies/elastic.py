@@ -11,20 +11,40 @@ Defaults: budget 0.2 kept, distance 25 (section 4.1), first and last prompt toke
 Departures, with reasons:
 - The printed last bucket overlaps its neighbour by one token and ends past the prompt; we read Eq. 2 as "nearest
   anchor, ties to the lower position".
-- The released code compares indices with ranks, so that its selection is close to random; we select by rank.
-- The first and the last token of the prompt are kept and take nothing in, as the released code does.
-- Queries stay at their true positions; the released evaluation numbers them by the compressed length.
+- The released code compares indices with ranks, so that its selection is close to random, and takes what it merges
+  from one token to the left; we select by rank and merge what leaves. `select = "official"` does as the released code
+  (it keeps one entry fewer, and lets decode exceed the budget by up to one); with `distance = 24` and
+  `positions = "compressed"` that is the released evaluation. Not copied: its edge case of one entry to remove.
+- The first and the last token of the prompt are kept and take nothing in, as the released code does
+  (`ends = "ranked"`: they compete like all others).
+- Queries stay at their true positions; the released evaluation numbers them by the compressed length, which puts them
+  before keys that they should follow (`positions = "compressed"`).
+- The paper names its ablations in a word each. Our readings: `score = "mean"` divides by the queries that could see
+  the key in a causal prompt; `"moving-average"` discounts older queries by `momentum` each; `merge = "cluster"` is ten
+  rounds of k-means over keys from the anchors; `scope = "shared"` averages scores over layers; `discard = "recent"`
+  drops the entry before the newest, `"frequency"` the one of least accumulated attention.
+- Means weigh an entry by the tokens it stands for, which differs from the paper only in later turns of a conversation.
+
+What later work suggests, each off by default: `merge_keys = "no"` or `"rerotate"` (averaging keys of different
+rotation shrinks them; a turn counts columns, so that it is exact for one-axis rope only), `count_bias` (a merged entry
+gets the logit of all its tokens, as ToMe's proportional attention), `weighting = "attention"`, `within_modality`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvcli.policies.base import Policy, evict_one, first, keep_where, oldest, option, recent, top
+from kvcli.errors import UsageError
+from kvcli.policies.anchors import as_released, by_rank, over_layers
+from kvcli.policies.base import Policy, evict_one, first, keep_where, oldest, option, recent
 from kvcli.policies.contract import Columns, Evict, Keep, LayerView, Prompt, Statistic
 from kvcli.policies.lazy import torch
+from kvcli.policies.merging import MergeKeys, clustered, merge, nearest, nearest_alike
+
+CLUSTER_ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -36,41 +56,139 @@ class Elastic(Policy):
     sees_question: ClassVar[bool] = True
     smallest: ClassVar[int] = 3
 
+    select: Literal["topk", "official"] = option("topk", "anchors by rank, or as the released code picks them")
+    ends: Literal["protected", "ranked"] = option("protected", "first and last prompt token: kept, or ranked like all")
+    score: Literal["sum", "mean", "moving-average"] = option("sum", "importance from the attention column of a token")
+    momentum: float = option(0.9, "weight of the past at each query of the moving average", low=0.0, high=1.0)
+    scope: Literal["layer", "head", "shared"] = option("layer", "one choice per layer, per KV head, or for all layers")
+    merge: Literal["mean", "none", "cluster"] = option("mean", "what leaves: joins by position, is dropped, by keys")
+    merge_keys: MergeKeys = option("average", "keys of merged entries: mean as cached, untouched, or turned and mean")
+    weighting: Literal["tokens", "attention"] = option("tokens", "weight of an entry in a mean: its tokens, its score")
+    count_bias: bool = option(False, "add the log of the merge count to the logits of merged entries")
+    within_modality: bool = option(False, "visual entries join visual anchors only, text joins text")
+    discard: Literal["fixed", "recent", "frequency"] = option("fixed", "which entry leaves while generating")
     distance: int = option(25, "truncation point: this many entries before the end of what the prompt kept", low=1)
-    decode: Literal["ratio", "grow"] = option(
-        "ratio", "while generating: keep kept/seen at the budget, or touch nothing"
+    anchor: Literal["fixed", "recent"] = option("fixed", "truncation point: stays, or moves so the last entries stay")
+    decode: Literal["ratio", "bounded", "grow"] = option(
+        "ratio", "while generating: keep kept/seen at the budget, keep the size, or touch nothing"
     )
+    positions: Literal["true", "compressed"] = option("true", "where new tokens stand: true, or by entries held")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.select == "official" and self.ends == "ranked":
+            raise UsageError("select = official always protects both ends: leave ends = protected")
+        if self.merge == "cluster" and self.within_modality:
+            raise UsageError("within_modality joins by position: use merge = mean with it")
+
+    # --- what is asked of the engine
 
     def statistics(self) -> tuple[Statistic, ...]:
-        return (Columns("importance", queries="all", heads="mean"),)
+        return (
+            Columns(
+                "importance",
+                queries="all",
+                heads="group-mean" if self.scope == "head" else "mean",
+                decode=self.discard == "frequency",
+                decay=self.momentum if self.score == "moving-average" else 1.0,
+            ),
+        )
+
+    @property
+    def served_at_once(self) -> bool:
+        return self.scope == "shared"
 
     @property
     def acts_in_decode(self) -> bool:
-        return self.decode == "ratio"
+        return self.decode != "grow"
+
+    @property
+    def needs_rotation(self) -> bool:
+        return self.renumbers or self.merge_keys == "rerotate"
+
+    @property
+    def renumbers(self) -> bool:
+        return self.positions == "compressed"
 
     def growth(self, prompt: Prompt) -> int:
-        if self.decode == "grow" or not isinstance(self.budget, float):
+        if self.decode == "grow":
             return prompt.max_new_tokens
-        return math.ceil(self.budget * prompt.max_new_tokens) + 2
+        if self.decode == "bounded":
+            return 1
+        return math.ceil(max(self._shares(prompt)) * prompt.max_new_tokens) + 2
+
+    # --- after the prompt
 
     def compress(self, view: LayerView) -> Keep:
-        targets = self.targets(view)
-        ends = first(view, 1) | recent(view, 1)
-        counts = [max(0, target - 2) for target in targets]
-        anchors = top(view.statistics["importance"], counts, view.occupied & ~ends)
-        kept = keep_where(anchors | ends, view.positions, targets)
+        return self._compress(view, self._scores(view))
+
+    def compress_model(self, views: Sequence[LayerView]) -> list[Keep | None]:
+        shared = over_layers(views, [self._scores(view) for view in views])
+        return [self._compress(view, scores) for view, scores in zip(views, shared, strict=True)]
+
+    def _scores(self, view: LayerView) -> torch.Tensor:
+        """Importance of each entry: [B, P, S]."""
+        scores = view.statistics["importance"]
+        if self.score != "mean":
+            return scores
+        return scores / (view.prompt.columns - view.positions).clamp(min=1)
+
+    def _compress(self, view: LayerView, scores: torch.Tensor) -> Keep:
+        if self.select == "official":
+            excess = [n - limit for n, limit in zip(view.held, self._limits(view), strict=True)]
+            choice = as_released(view, scores, [int(n) for n in excess])
+        else:
+            choice = by_rank(view, scores, self.targets(view), self.ends == "protected")
+        kept = keep_where(choice.stays, view.positions.expand_as(choice.stays), choice.held)
         self._set_truncation_point(view, kept)
-        return merge_into_nearest(view, kept, keep_where(anchors, view.positions, counts).index)
+        if self.merge == "none":
+            return kept
+        if self.merge == "cluster":
+            target = clustered(view, choice.anchors, choice.sources, CLUSTER_ROUNDS)
+        elif self.within_modality:
+            target = nearest_alike(view, choice.anchors)
+        else:
+            target = nearest(view.positions.expand_as(choice.anchors), choice.anchors)
+        weight = view.counts if self.weighting == "tokens" else scores
+        keep = merge(view, kept, target.masked_fill(~choice.sources, -1), weight, self.merge_keys)
+        if self.count_bias:
+            assert keep.counts is not None
+            keep.bias = keep.counts.clamp(min=1).log()
+        return keep
+
+    # --- while generating
 
     def evict(self, view: LayerView) -> Evict | None:
-        over = [held > share * seen for held, share, seen in zip(view.held, self.shares(view), view.seen, strict=True)]
-        return evict_one(oldest(view, view.positions >= view.state["truncation"]), over)
+        if self.decode == "bounded":
+            most = [self.target(n) for n in view.prompt.lengths]
+            over = [held > n for held, n in zip(view.held, most, strict=True)]
+        elif self.select == "official":
+            over = [held - limit >= 1 for held, limit in zip(view.held, self._limits(view), strict=True)]
+        else:
+            over = [held > limit for held, limit in zip(view.held, self._limits(view), strict=True)]
+        return evict_one(self._victim(view), over)
 
-    def shares(self, view: LayerView) -> list[float]:
+    def _victim(self, view: LayerView) -> torch.Tensor:
+        """The slot that leaves a row if one must: int64 [B, P]."""
+        inner = view.occupied & ~first(view, 1)
+        if self.discard == "frequency":
+            scores = self._scores(view)
+            return scores.masked_fill(~(inner & ~recent(view, 1)), math.inf).argmin(-1)
+        if self.discard == "recent":
+            return oldest(view, recent(view, 2) & inner)
+        if self.anchor == "recent":
+            return oldest(view, recent(view, self.distance + 1) & inner)
+        return oldest(view, view.positions >= view.state["truncation"])
+
+    def _limits(self, view: LayerView) -> list[float]:
+        """Entries that each row may hold now: its share of the tokens seen."""
+        return [share * seen for share, seen in zip(self._shares(view.prompt), view.seen, strict=True)]
+
+    def _shares(self, prompt: Prompt) -> list[float]:
         """The ratio kept / seen that each row is held to: the budget, or what a count was of the prompt."""
-        if isinstance(self.budget, float):
-            return [self.budget] * len(view.held)
-        return [self.target(n) / n for n in view.prompt.lengths]
+        if isinstance(self.budget, int):
+            return [self.target(n) / n for n in prompt.lengths]
+        return [1.0 if self.budget is None else self.budget] * len(prompt.lengths)
 
     def _set_truncation_point(self, view: LayerView, kept: Keep) -> None:
         """Remember the position of the entry at rank N - distance (never the first entry; in a prompt of one token
@@ -83,45 +201,5 @@ class Elastic(Policy):
         rank = torch.tensor([min(r, n - 1) for r, n in zip(ranks, kept.held, strict=True)], device=kept.index.device)
         slot = kept.index.gather(-1, rank[:, None, None].expand(-1, kept.index.shape[1], 1))
         beyond = torch.tensor([r >= n for r, n in zip(ranks, kept.held, strict=True)], device=kept.index.device)
-        located = view.positions.gather(-1, slot)
+        located = view.positions.expand(-1, slot.shape[1], -1).gather(-1, slot)
         view.state["truncation"] = located.masked_fill(beyond[:, None, None], view.prompt.columns)
-
-
-def merge_into_nearest(view: LayerView, kept: Keep, anchors: torch.Tensor) -> Keep:
-    """Average every entry that leaves into its nearest anchor by position, ties to the lower (Eq. 2 and 3).
-
-    anchors: int64 [B, P, A], slots of the anchors in ascending position, -1 for none. Means are weighted by
-    `view.counts`, so that an entry that was merged before weighs as many tokens as it stands for; right after a
-    first prompt that is the plain mean.
-    """
-    positions, slots = view.positions, torch.arange(view.positions.shape[-1], device=view.positions.device)
-    far = torch.iinfo(positions.dtype).max // 4
-    at = positions.gather(-1, anchors.clamp(min=0)).masked_fill(anchors < 0, far)
-    boundaries = (at[..., :-1] + at[..., 1:]) // 2  # the floored midpoints of Eq. 2; each belongs to the lower bucket
-    bucket = torch.searchsorted(boundaries.contiguous(), positions.contiguous())
-    is_kept = (slots[:, None] == kept.index[..., None, :]).any(-1)
-    target = torch.where(is_kept, slots, anchors.gather(-1, bucket)).clamp(min=0)
-
-    weight = view.counts * view.occupied
-    counts = torch.zeros_like(weight).scatter_add(-1, target, weight)
-    index = kept.index.clamp(min=0)
-    keys = _means(view.keys, target, weight, counts, index)
-    values = _means(view.values, target, weight, counts, index)
-    return Keep(kept.index, kept.held, keys=keys, values=values, counts=counts.gather(-1, index))
-
-
-def _means(
-    entries: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor,
-    counts: torch.Tensor,
-    index: torch.Tensor,
-) -> torch.Tensor:
-    """[B, Hkv, S, D] -> [B, Hkv, K, D]: the weighted mean of all entries that share the target `index`."""
-
-    def spread(t: torch.Tensor) -> torch.Tensor:
-        return t[..., None].expand(-1, entries.shape[1], -1, entries.shape[-1])
-
-    exact = entries.to(torch.promote_types(entries.dtype, torch.float32))
-    exact = torch.zeros_like(exact).scatter_add(2, spread(target), exact * weight[..., None])
-    return (exact.gather(2, spread(index)) / spread(counts.gather(-1, index).clamp(min=1))).to(entries.dtype)
