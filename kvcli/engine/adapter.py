@@ -33,6 +33,7 @@ from transformers.masking_utils import sdpa_mask
 
 from kvcli.engine.attention import attend
 from kvcli.engine.cache import LayerCache
+from kvcli.engine.hidden import Survivors, hiding, survivors
 from kvcli.engine.masks import physical_mask
 from kvcli.engine.rotary import Rotator
 from kvcli.engine.run import Turn
@@ -53,6 +54,8 @@ class Handle:
     bias: Tensor | None
     holes: bool
     seen: int
+    columns: Tensor | None = None
+    lag: Tensor | None = None
     fresh: bool = True
 
 
@@ -89,12 +92,25 @@ class KVLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.store.append(key_states, value_states, room=self.owner.room(self, key_states.shape[2]))
+        survivors, lag = self.owner.survivors, self.owner.lag(self)
+        if lag is not None:
+            key_states = self.owner.turned(key_states, lag, self.index)
+        room = self.owner.room(self, key_states.shape[2])
+        if survivors is None:
+            self.store.append(key_states, value_states, room)
+        else:
+            self.store.append_survivors(key_states, value_states, survivors, room)
         self.owner.account(self)
         self.keys, self.values = self.store.view()
         positions = None if self.store.positions is None else self.store.located()
         self.keys._kvcli = Handle(  # type: ignore[attr-defined]
-            self, positions, self.store.side_view("bias"), self.store.holes, self.store.seen
+            self,
+            positions,
+            self.store.side_view("bias"),
+            self.store.holes,
+            self.store.seen,
+            None if survivors is None else survivors.columns,
+            lag,
         )
         return self.keys, self.values
 
@@ -142,6 +158,7 @@ class KVCache(Cache):
         self.policy = policy
         self.rotator = rotator
         self.prompt: Prompt | None = None
+        self.survivors: Survivors | None = None
         self.bytes_peak = 0
         self._bytes_now = 0
         stocks, layers = layout(config), []
@@ -185,14 +202,30 @@ class KVCache(Cache):
             if rows != len(self.prompt.lengths):
                 repeats = rows // len(self.prompt.lengths)
                 self.prompt = self.prompt.map(torch.arange(len(self.prompt.lengths)).repeat_interleave(repeats))
-            # a chunk that an entry falls out of is not a window that slides: there the model's mask alone decides
-            window = layer.window if layer.kind == "sliding_attention" else None
+            # A chunk that an entry falls out of is not a window that slides: there the model's mask alone decides. And
+            # what slid out of the first layer's window must not leave the hidden states of layers that still see it.
+            slides = layer.kind == "sliding_attention" and not self.policy.hides_tokens
+            window = layer.window if slides else None
             layer.turn = Turn(layer.index, len(self.ours), window, layer.store, self.policy, self.prompt, self.rotator)
         return layer.turn
 
     def turns(self) -> list[Turn]:
         """The work of all layers, for a policy that is served once."""
         return [turn for layer in self.ours if (turn := self.turn(layer)) is not None]
+
+    def lag(self, layer: KVLayer) -> Tensor | None:
+        """How far [B, 1, 1] below their true positions the next tokens stand, under a policy that renumbers: minus the
+        entries that have left. None for not at all."""
+        if not self.policy.renumbers or self.prompt is None or layer.store.keys is None:
+            return None
+        padding = [self.prompt.columns - n for n in self.prompt.lengths]
+        gone = [min(0, n + pad - layer.store.seen) for n, pad in zip(layer.store.held, padding, strict=True)]
+        return torch.tensor(gone, device=layer.store.keys.device)[:, None, None] if any(gone) else None
+
+    def turned(self, states: Tensor, steps: Tensor, layer: int) -> Tensor:
+        """Queries or keys of a layer, moved by a number of positions."""
+        assert self.rotator is not None, "a policy that renumbers says so in needs_rotation"
+        return self.rotator.turn(states, steps, layer)
 
     # --- accounts, on the host
 
@@ -319,8 +352,12 @@ def attention(
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise StartError(f"{type(module).__name__} uses learned attention sinks or biases, which kvcli does not serve")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if handle.lag is not None:
+        query = handle.layer.owner.turned(query, handle.lag, handle.layer.index)
     owner, handle.fresh = handle.fresh, False
     turn = handle.layer.owner.turn(handle.layer) if owner else None
+    if turn is not None:
+        turn.columns = handle.columns
     softcap = kwargs.get("softcap")
     plain = handle.positions is None and handle.bias is None and softcap is None and query.shape[2] > 1
     if plain and (turn is None or not turn.wants_all_rows):
@@ -331,22 +368,28 @@ def attention(
         if turn is not None:
             turn.observe(query, key, attention_mask, scale)
     else:
-        mask = physical_mask(attention_mask, handle.positions, handle.holes, query.shape[2], handle.seen)
+        mask = physical_mask(
+            attention_mask, handle.positions, handle.holes, query.shape[2], handle.seen, handle.columns
+        )
         run = attend if turn is None else turn.attend
         output = run(query, key, value, mask, scale, softcap=softcap, bias=handle.bias)
         output = output.transpose(1, 2).contiguous()
     if owner and turn is not None:
-        _after_attention(handle.layer, turn, query.shape[2])
+        _after_attention(handle.layer, turn, query.shape[2], handle.columns)
     return output, None
 
 
-def _after_attention(layer: KVLayer, turn: Turn, queries: int) -> None:
+def _after_attention(layer: KVLayer, turn: Turn, queries: int, columns: Tensor | None) -> None:
     """Let the policy act on a layer whose attention is done."""
     cache = layer.owner
+    if columns is not None and layer is cache.ours[-1]:
+        cache.survivors = None
     if turn.prompt_ends_now:
-        if cache.policy.when == "layer":
+        if not cache.policy.served_at_once:
             turn.apply(cache.policy.compress(turn.view()))
             cache.account(layer)
+            if cache.policy.hides_tokens and layer is cache.ours[0]:
+                cache.survivors = survivors(layer.store.located(), layer.store.seen - queries, queries)
         elif layer is cache.ours[-1]:
             turns = cache.turns()
             answers = cache.policy.compress_model([t.view() for t in turns])
@@ -363,7 +406,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 @contextmanager
-def attached(model: Any) -> Iterator[None]:
+def attached(model: Any, cache: KVCache | None = None) -> Iterator[None]:
     """Route the text model's attention through kvcli inside the block; leave the model as it was found."""
     nested = "text_config" in model.config.sub_configs
     text = model.config.text_config if nested else model.config
@@ -371,7 +414,8 @@ def attached(model: Any) -> Iterator[None]:
     deltas = {m: m.rope_deltas for m in model.modules() if "rope_deltas" in vars(m)}
     model.set_attn_implementation({"text_config" if nested else "": NAME})
     try:
-        yield
+        with hiding(model, cache):
+            yield
     finally:
         model.set_attn_implementation({"text_config" if nested else "": before})
         for module, value in deltas.items():

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kvcli.engine.hidden import Survivors
+
 BLOCK = 64
 """Slots are added this many at a time when the reserved room was not enough."""
 
@@ -116,6 +118,16 @@ class LayerCache:
             self._extend(keys, values, room)
         self.seen += count
 
+    def append_survivors(self, keys: Tensor, values: Tensor, survivors: Survivors, room: int = 0) -> None:
+        """Add the entries of some columns [B, Hkv, K, D] while all `survivors.length` columns pass by."""
+        start, before = self.extent, self.free or [0] * len(survivors.held)
+        self._extend(keys, values, room)
+        self.positions = self._own_positions()
+        self.positions[..., start : self.extent] = survivors.columns
+        self.free = [free + keys.shape[2] - n for free, n in zip(before, survivors.held, strict=True)]
+        self.gaps, self.tail = any(self.free), 0
+        self.seen += survivors.length
+
     def _extend(self, keys: Tensor, values: Tensor, room: int) -> None:
         count, end = keys.shape[2], self.extent + keys.shape[2]
         if self.keys is None and room == 0:
@@ -186,13 +198,10 @@ class LayerCache:
 
         Positions are replaced, not written into: another layer that shares this one's keys may still hold the old ones.
         """
-        located = self.located()
-        if self.positions is None:
-            self.positions = torch.full((*located.shape[:2], self.capacity), -1, device=located.device)
-            self.positions[..., : self.extent] = located
-        both = max(self.positions.shape[1], slots.shape[1])
+        positions = self._own_positions()
+        both = max(positions.shape[1], slots.shape[1])
         slots = slots.expand(-1, both, -1)
-        padded = torch.nn.functional.pad(self.positions.expand(-1, both, -1), (0, 1))
+        padded = torch.nn.functional.pad(positions.expand(-1, both, -1), (0, 1))
         # the column past the end takes the writes of "none"
         self.positions = padded.scatter(-1, slots.masked_fill(slots < 0, self.capacity), -1)[..., :-1]
         self.free = [free + n for free, n in zip(self.free, leaving, strict=True)]
@@ -272,6 +281,12 @@ class LayerCache:
             self.free = [free + columns for free in self.free]
 
     # --- memory
+
+    def _own_positions(self) -> Tensor:
+        """positions over the whole capacity, made when slot and column were the same until now."""
+        if self.positions is not None:
+            return self.positions
+        return _widened(self.located(), self.extent, self.capacity, -1)
 
     def _allocate(self, capacity: int, keys: Tensor, values: Tensor) -> None:
         """Buffers of `capacity` slots shaped like keys and values, with all that is held copied over."""

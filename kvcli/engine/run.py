@@ -23,7 +23,8 @@ class Turn:
     """The announced prompt and the tokens generated after it, in one layer.
 
     gathered: statistics that do not follow entries (raw rows, row summaries), until the prompt is compressed.
-    weights: [B, H, S] of the newest query, for policies that ask.
+    weights: [B, H, S] of the newest query, for policies that ask. columns: int64 [B, 1, T] of the queries at hand,
+    where they are not simply the newest ones.
     """
 
     layer: int
@@ -35,6 +36,7 @@ class Turn:
     rotator: Rotator | None = None
     gathered: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
+    columns: Tensor | None = None
     compressed: bool = False
 
     @property
@@ -163,6 +165,10 @@ class Turn:
 
     def _chosen(self, statistic: Statistic, queries: int) -> Tensor:
         """bool [B, T]: which of the newest `queries` columns count; generated tokens all do."""
+        if self.columns is not None:
+            all_columns = self.prompt.chosen(statistic.queries, statistic.window)
+            at = self.columns[:, 0]
+            return all_columns.gather(1, at.clamp(min=0)) & (at >= 0)
         start = self.store.seen - queries
         chosen = self.prompt.chosen(statistic.queries, statistic.window)[:, start : self.store.seen]
         missing = queries - chosen.shape[1]

@@ -148,7 +148,7 @@ class Session:
         if len(batch) > 1 or decoding.num_beams > 1:
             on_text = None
         settings = self._settings(decoding)
-        with torch.inference_mode(), adapter.attached(self.model):
+        with torch.inference_mode(), adapter.attached(self.model, cache):
             output = self.model.generate(
                 **inputs,
                 cache=cache,
