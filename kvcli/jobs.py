@@ -77,8 +77,6 @@ def read(path: str) -> Iterator[Job]:
     folder = os.path.dirname(path)
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
                 yield _job(line, f"{display(path)}:{number}", folder)
 
@@ -86,7 +84,7 @@ def read(path: str) -> Iterator[Job]:
 def _job(line: bytes, place: str, folder: str) -> Job:
     name = place
     try:
-        fields = json.loads(line)
+        fields = json.loads(line.decode("utf-8-sig"))
         if not isinstance(fields, dict):
             raise ValueError('a job is an object, such as {"image": "a.jpg"}')
         name = _id(fields, place)

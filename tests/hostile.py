@@ -265,6 +265,7 @@ def _add_bombs(suite: Manifest, sound: dict[str, bytes]) -> None:
     gif[6:10] = struct.pack("<HH", 65535, 65535)
     bmp = bytearray(sound["colour.bmp"])
     bmp[18:26] = struct.pack("<ii", 2**30, 2**30)
+    samples_per_pixel = struct.pack("<HHI", 277, 3, 1)
     big = png(12000, 12000, 1, 0, bytes(12000 * 1501))
     text = png_chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(80_000_000), 9))
     for name, data in {
@@ -276,6 +277,7 @@ def _add_bombs(suite: Manifest, sound: dict[str, bytes]) -> None:
         "header.jpg": bytes(jpeg),
         "header.gif": bytes(gif),
         "header.bmp": bytes(bmp),
+        "samples.tif": sound["colour.tif"].replace(samples_per_pixel + b"\3\0", samples_per_pixel + b"\2\x80"),
         "header.ppm": b"P6 99999 99999 255\n" + bytes(64),
         "endless.ppm": b"P6 " + b"9" * 5000,
         "icon.ico": b"\0\0\1\0\1\0\0\0\0\0\1\0\x20\0" + struct.pack("<II", len(big), 22) + big,
