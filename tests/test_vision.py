@@ -366,6 +366,26 @@ def test_settings_that_a_processor_gives_its_image_processor_count() -> None:
 def test_an_order_that_is_not_known_gives_no_boxes() -> None:
     model, picture = build("llava_gqa").model, Image.new("RGB", (64, 64))
     assert boxes(model, hf.CLIPImageProcessorPil(**SHORT), [picture], 15) is None
+    assert boxes(model, lambda image, return_tensors: {"audio": torch.zeros(3)}, [picture], 16) is None
+
+
+def test_patches_in_another_order_give_no_boxes() -> None:
+    """A processor that lists patches column by column, where Qwen's lists squares row by row."""
+
+    class Shuffled:
+        merge_size, patch_size = QWEN.merge_size, QWEN.patch_size
+
+        def __call__(self, image: Image.Image, return_tensors: str) -> dict[str, Any]:
+            features = QWEN(image, return_tensors=return_tensors)
+            _, rows, columns = features["image_grid_thw"][0].tolist()
+            pixels = features["pixel_values"]
+            pixels = pixels.reshape(rows, columns, -1).transpose(0, 1).reshape(pixels.shape)
+            return {**features, "pixel_values": pixels}
+
+    model, picture = build("qwen2_5_vl").model, Image.new("RGB", (128, 80))
+    count = len(CASES["qwen2_5_vl"].family().features(picture))
+    assert boxes(model, QWEN, [picture], count) is not None
+    assert boxes(model, Shuffled(), [picture], count) is None
 
 
 @pytest.mark.parametrize("name", names("picture"))

@@ -129,7 +129,7 @@ def _square(model: Any, tile: Tensor, side: int) -> Tensor:
 
 def _patch(model: Any) -> int:
     """Edge of a patch in pixels of the tower's input; 1 if its settings don't tell."""
-    patch = getattr(model.config.vision_config, "patch_size", 1)
+    patch = getattr(getattr(model.config, "vision_config", None), "patch_size", 1)
     return patch if isinstance(patch, int) else patch[0]
 
 

@@ -14,8 +14,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+_PIXELS = ("pixel_values", "image_pixel_values")
 _LOW, _HIGH, _NOISE = 24, 231, 6
 """Values that stand for the two borders of a picture, and noise (plus or minus) that undoes rounding to bytes."""
+_ASTRAY = 0.3
+"""How far pixels may lie off their line, as a share of how far they spread along it."""
 
 Prepare = Callable[[Image.Image], Mapping[str, Any]]
 """An image processor for one picture: its named tensors."""
@@ -28,7 +31,8 @@ class Survey:
     Attributes:
         features: its tensors for such a picture.
         places: shaped like the pixels among `features`. The first colour channel says how far right, the
-            second how far down in the original a pixel lies (0 to 1); NaN where it is padding.
+            second how far down in the original a pixel lies (0 to 1); NaN where it is padding. Empty if no tensor
+            of pixels is known by name.
     """
 
     features: Mapping[str, Any]
@@ -58,7 +62,9 @@ def survey(prepare: Prepare, size: tuple[int, int]) -> Survey:
     """Send the three pictures of `size` (width, height) through `prepare`."""
     pictures = (Image.new("RGB", size, "black"), Image.new("RGB", size, "white"), _coloured(*size))
     features = [prepare(picture) for picture in pictures]
-    name = "pixel_values" if "pixel_values" in features[0] else "image_pixel_values"
+    name = next((name for name in _PIXELS if name in features[0]), None)
+    if name is None:
+        return Survey(features[-1], torch.empty(0))
     zero, one, value = (torch.as_tensor(made[name]).double() for made in features)
     contrast = one - zero
     inside = contrast.abs() > 0.5 * contrast.abs().max()
@@ -67,7 +73,10 @@ def survey(prepare: Prepare, size: tuple[int, int]) -> Survey:
 
 
 def place(tile: Tensor) -> Placement:
-    """Fit the lines of a tile `[at least 2, h, w]` of `Survey.places`; all NaN if it shows no picture."""
+    """Fit the lines of a tile `[at least 2, h, w]` of `Survey.places`.
+
+    All NaN if it shows no picture, or pixels that lie on no line: then the tile was put together wrongly.
+    """
     return Placement(_line(tile[0].nanmean(0)), _line(tile[1].nanmean(1)))
 
 
@@ -101,5 +110,8 @@ def _line(profile: Tensor) -> tuple[float, float]:
         return math.nan, math.nan
     at, value = known + 0.5, profile[known]
     spread = at - at.mean()
-    slope = float((spread * value).sum() / spread.square().sum())
-    return slope, float(value.mean()) - slope * float(at.mean())
+    slope = (spread * value).sum() / spread.square().sum()
+    astray = (value - value.mean() - slope * spread).square().mean().sqrt()
+    if astray > _ASTRAY * value.std():
+        return math.nan, math.nan
+    return float(slope), float(value.mean() - slope * at.mean())

@@ -63,7 +63,8 @@ def boxes(
 
     surveys = [survey(prepare, image.size) for image in images]
     for shares in _candidates(model, image_processor, surveys, visual_tokens):
-        if _has_cross_attention(model.config) or sum(map(len, shares)) == visual_tokens:
+        fits = _has_cross_attention(model.config) or sum(map(len, shares)) == visual_tokens
+        if fits and not any(share.isnan().all() for share in shares):
             return [to_pixels(share, image.size) for share, image in zip(shares, images, strict=True)]
     return None
 
@@ -73,7 +74,7 @@ def _candidates(model: Any, image_processor: Any, surveys: Sequence[Survey], vis
     features = surveys[0].features if surveys else {}
     if _has_cross_attention(model.config):
         return [[order.cross_attended(model, seen) for seen in surveys]]
-    if "image_grid_thw" in features:
+    if "image_grid_thw" in features and hasattr(image_processor, "merge_size"):
         return [[order.merged_patches(image_processor, seen) for seen in surveys]]
     if "image_position_ids" in features:
         return [[order.pooled_patches(image_processor, seen) for seen in surveys]]
