@@ -181,9 +181,10 @@ def recent(view: LayerView, count: int | Sequence[int]) -> torch.Tensor:
     return top(view.positions.double(), counts, view.occupied)
 
 
-def first(view: LayerView, count: int) -> torch.Tensor:
+def first(view: LayerView, count: int | Sequence[int]) -> torch.Tensor:
     """bool [B, P, S]: the `count` occupied slots of lowest position in each row and head (the sinks)."""
-    return top(-view.positions.double(), [count] * len(view.held), view.occupied)
+    counts = [count] * len(view.held) if isinstance(count, int) else count
+    return top(-view.positions.double(), counts, view.occupied)
 
 
 def oldest(view: LayerView, candidates: torch.Tensor) -> torch.Tensor:

@@ -39,8 +39,9 @@ from typing import ClassVar, Literal
 
 from kvcli.errors import UsageError
 from kvcli.policies.anchors import as_released, by_rank, over_layers
-from kvcli.policies.base import Policy, evict_one, first, keep_where, oldest, option, recent
-from kvcli.policies.contract import Columns, Evict, Keep, LayerView, Prompt, Statistic
+from kvcli.policies.base import Decode, evict_one, first, keep_where, oldest, option, recent
+from kvcli.policies.budgeted import DECODE_HELP, Budgeted
+from kvcli.policies.contract import Columns, Evict, Keep, LayerView, Statistic
 from kvcli.policies.lazy import torch
 from kvcli.policies.merging import MergeKeys, clustered, merge, nearest, nearest_alike
 
@@ -48,7 +49,7 @@ CLUSTER_ROUNDS = 10
 
 
 @dataclass(frozen=True)
-class Elastic(Policy):
+class Elastic(Budgeted):
     """Elastic Cache: merge unimportant entries into important anchors, then drop at a fixed point."""
 
     name: ClassVar[str] = "elastic"
@@ -69,9 +70,7 @@ class Elastic(Policy):
     discard: Literal["fixed", "recent", "frequency"] = option("fixed", "which entry leaves while generating")
     distance: int = option(25, "truncation point: this many entries before the end of what the prompt kept", low=1)
     anchor: Literal["fixed", "recent"] = option("fixed", "truncation point: stays, or moves so the last entries stay")
-    decode: Literal["ratio", "bounded", "grow"] = option(
-        "ratio", "while generating: keep kept/seen at the budget, keep the size, or touch nothing"
-    )
+    decode: Decode = option("ratio", DECODE_HELP)
     positions: Literal["true", "compressed"] = option("true", "where new tokens stand: true, or by entries held")
 
     def __post_init__(self) -> None:
@@ -99,23 +98,12 @@ class Elastic(Policy):
         return self.scope == "shared"
 
     @property
-    def acts_in_decode(self) -> bool:
-        return self.decode != "grow"
-
-    @property
     def needs_rotation(self) -> bool:
         return self.renumbers or self.merge_keys == "rerotate"
 
     @property
     def renumbers(self) -> bool:
         return self.positions == "compressed"
-
-    def growth(self, prompt: Prompt) -> int:
-        if self.decode == "grow":
-            return prompt.max_new_tokens
-        if self.decode == "bounded":
-            return 1
-        return math.ceil(max(self._shares(prompt)) * prompt.max_new_tokens) + 2
 
     # --- after the prompt
 
@@ -135,8 +123,8 @@ class Elastic(Policy):
 
     def _compress(self, view: LayerView, scores: torch.Tensor) -> Keep:
         if self.select == "official":
-            excess = [n - limit for n, limit in zip(view.held, self._limits(view), strict=True)]
-            choice = as_released(view, scores, [int(n) for n in excess])
+            shares = zip(view.held, self.shares(view.prompt), view.seen, strict=True)
+            choice = as_released(view, scores, [int(held - share * seen) for held, share, seen in shares])
         else:
             choice = by_rank(view, scores, self.targets(view), self.ends == "protected")
         kept = keep_where(choice.stays, view.positions.expand_as(choice.stays), choice.held)
@@ -159,14 +147,12 @@ class Elastic(Policy):
     # --- while generating
 
     def evict(self, view: LayerView) -> Evict | None:
-        if self.decode == "bounded":
-            most = [self.target(n) for n in view.prompt.lengths]
-            over = [held > n for held, n in zip(view.held, most, strict=True)]
-        elif self.select == "official":
-            over = [held - limit >= 1 for held, limit in zip(view.held, self._limits(view), strict=True)]
-        else:
-            over = [held > limit for held, limit in zip(view.held, self._limits(view), strict=True)]
-        return evict_one(self._victim(view), over)
+        return evict_one(self._victim(view), self.over(view))
+
+    def over(self, view: LayerView) -> list[bool]:
+        slack = 1 if self.select == "official" and self.decode == "ratio" else 0
+        limits = zip(view.held, self.limits(view), strict=True)
+        return [held - limit >= slack and held > limit for held, limit in limits]
 
     def _victim(self, view: LayerView) -> torch.Tensor:
         """The slot that leaves a row if one must: int64 [B, P]."""
@@ -179,16 +165,6 @@ class Elastic(Policy):
         if self.anchor == "recent":
             return oldest(view, recent(view, self.distance + 1) & inner)
         return oldest(view, view.positions >= view.state["truncation"])
-
-    def _limits(self, view: LayerView) -> list[float]:
-        """Entries that each row may hold now: its share of the tokens seen."""
-        return [share * seen for share, seen in zip(self._shares(view.prompt), view.seen, strict=True)]
-
-    def _shares(self, prompt: Prompt) -> list[float]:
-        """The ratio kept / seen that each row is held to: the budget, or what a count was of the prompt."""
-        if isinstance(self.budget, int):
-            return [self.target(n) / n for n in prompt.lengths]
-        return [1.0 if self.budget is None else self.budget] * len(prompt.lengths)
 
     def _set_truncation_point(self, view: LayerView, kept: Keep) -> None:
         """Remember the position of the entry at rank N - distance (never the first entry; in a prompt of one token
