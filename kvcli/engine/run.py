@@ -132,6 +132,8 @@ class Turn:
 
     def evict(self) -> None:
         """Ask the policy what leaves after this generated token, and let it leave."""
+        if self.compressed and self.window is not None:
+            self._expire(self.window)
         answer: Evict | None = self.policy.evict(self.view())
         self.weights = None
         if answer is not None:
@@ -142,6 +144,15 @@ class Turn:
             self.store.evict(answer.slots, answer.leaving)
 
     # --- inside
+
+    def _expire(self, window: int) -> None:
+        """Free what slid out of the window, which no later token can see: it must not count as held."""
+        located = self.store.located()
+        gone = (located >= 0) & (located <= self.store.seen - window)
+        counts = gone.sum(-1)
+        if most := int(counts.max()):
+            chosen, slots = gone.to(torch.uint8).topk(most, -1)
+            self.store.evict(slots.masked_fill(chosen == 0, -1), counts.amin(-1).tolist())
 
     @property
     def _wants_weights(self) -> bool:
