@@ -9,9 +9,20 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
+
+import architectures
+import pytest
 
 TOLERANCE = 1e-5
 """Allowed difference of logits as a share of the largest logit, in float32."""
+
+
+def every_architecture(*by_default: str) -> list[Any]:
+    """Names for `parametrize`: these in the default run, the others marked slow."""
+    return [
+        name if name in by_default else pytest.param(name, marks=pytest.mark.slow) for name in architectures.names()
+    ]
 
 
 def prove(architecture: str, what: str, error: float, limit: float = TOLERANCE) -> None:

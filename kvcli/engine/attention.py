@@ -189,7 +189,7 @@ def _with_bias(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> 
 def _reduced_early(statistic: Columns) -> bool:
     """Whether heads can be reduced row by row: sums over rows and over heads commute."""
     linear = statistic.reduce == "sum" and statistic.heads in ("mean", "sum", "group-mean", "group-sum")
-    return statistic.heads_first or linear
+    return linear or (statistic.heads_first and statistic.heads != "none")
 
 
 def _columns(statistic: Columns, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -246,6 +246,7 @@ def _last_rows(statistic: Rows, before: Tensor | None, weights: Tensor, chosen: 
     flat = weights.reshape(batch, kv_heads * group, rows, slots)
     if before is None:
         before = flat.new_zeros(batch, kv_heads * group, statistic.window, slots)
+    before = torch.nn.functional.pad(before, (0, slots - before.shape[-1]))  # a chunk of the prompt adds slots
     both = torch.cat([before, flat], 2)
     kept = torch.cat([chosen.new_ones(batch, statistic.window), chosen], 1)
     order = kept.to(torch.uint8).sort(dim=1, stable=True).indices[:, -statistic.window :]  # rows not chosen go first

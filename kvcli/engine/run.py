@@ -84,6 +84,8 @@ class Turn:
             longest = max(s.window for s in self.policy.statistics())
             # the window counts real tokens from the end of the prompt, which may reach beyond this chunk
             start = max(0, query.shape[2] - longest - self.step) if self.step <= 0 else 0
+            if start >= query.shape[2]:
+                return
             attend_and_gather(query, keys, None, mask, scale, gathers, start=start)
             self._store(gathers, keys.shape[1])
 
