@@ -33,6 +33,7 @@ from transformers.masking_utils import sdpa_mask
 
 from kvcli.engine.attention import attend
 from kvcli.engine.cache import LayerCache
+from kvcli.engine.coordinates import Coordinates, locating
 from kvcli.engine.hidden import Survivors, hiding, survivors
 from kvcli.engine.masks import physical_mask
 from kvcli.engine.rotary import Rotator
@@ -159,6 +160,7 @@ class KVCache(Cache):
         self.rotator = rotator
         self.prompt: Prompt | None = None
         self.survivors: Survivors | None = None
+        self.coordinates = Coordinates()
         self.bytes_peak = 0
         self._bytes_now = 0
         stocks, layers = layout(config), []
@@ -206,7 +208,16 @@ class KVCache(Cache):
             # what slid out of the first layer's window must not leave the hidden states of layers that still see it.
             slides = layer.kind == "sliding_attention" and not self.policy.hides_tokens
             window = layer.window if slides else None
-            layer.turn = Turn(layer.index, len(self.ours), window, layer.store, self.policy, self.prompt, self.rotator)
+            layer.turn = Turn(
+                layer.index,
+                len(self.ours),
+                window,
+                layer.store,
+                self.policy,
+                self.prompt,
+                self.rotator,
+                self.coordinates,
+            )
         return layer.turn
 
     def turns(self) -> list[Turn]:
@@ -414,7 +425,7 @@ def attached(model: Any, cache: KVCache | None = None) -> Iterator[None]:
     deltas = {m: m.rope_deltas for m in model.modules() if "rope_deltas" in vars(m)}
     model.set_attn_implementation({"text_config" if nested else "": NAME})
     try:
-        with hiding(model, cache):
+        with hiding(model, cache), locating(model, cache):
             yield
     finally:
         model.set_attn_implementation({"text_config" if nested else "": before})

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvcli.engine.attention import Gather, Latest, Listener, attend, attend_and_gather, finish
 from kvcli.engine.cache import LayerCache
+from kvcli.engine.coordinates import Coordinates
 from kvcli.engine.rotary import Rotator
 from kvcli.policies.base import Policy
 from kvcli.policies.contract import Columns, Evict, Keep, LayerView, Prompt, Statistic
@@ -34,6 +35,7 @@ class Turn:
     policy: Policy
     prompt: Prompt
     rotator: Rotator | None = None
+    coordinates: Coordinates = field(default_factory=Coordinates)
     gathered: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
     columns: Tensor | None = None
@@ -114,6 +116,7 @@ class Turn:
             weights=self.weights,
             window=self.window,
             turn=None if self.rotator is None else partial(self.rotator.turn, layer=self.layer),
+            coordinates=self.coordinates.known,
         )
 
     def apply(self, answer: Keep | None) -> None:

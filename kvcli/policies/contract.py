@@ -112,6 +112,8 @@ class LayerView:
     held: entries of each row now, on the host, the most over its heads. window: a sliding layer's width, else None.
     turn(keys [B, Hkv, n, D], steps [B, Hkv or 1, n]): the keys as if they stood that many positions later, with the
     model's own frequencies (only for a policy with `needs_rotation`).
+    coordinates: int64 [B, A, columns fed], where the model itself places each column on its A rotary axes (for such a
+    policy too); None when that is the column, less the padding of the row.
     """
 
     layer: int
@@ -128,6 +130,7 @@ class LayerView:
     weights: torch.Tensor | None = None
     window: int | None = None
     turn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    coordinates: torch.Tensor | None = None
 
     @property
     def occupied(self) -> torch.Tensor:
