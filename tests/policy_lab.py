@@ -77,7 +77,7 @@ def generate(model: architectures.Tiny, policy: Policy, new_tokens: int = NEW_TO
     """Greedy generation under a policy."""
     held = KVCache(model.model.config, policy, rotator(model.name) if policy.needs_rotation else None)
     held.announce(prompt_of(model, new_tokens))
-    with torch.inference_mode(), attached(model.model):
+    with torch.inference_mode(), attached(model.model, held):
         out = model.model.generate(**settings(model, new_tokens), cache=held)
     assert out.cache is held
     return Run(out.sequences, list(out.logits), held)

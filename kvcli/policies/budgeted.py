@@ -22,10 +22,11 @@ class Budgeted(Policy):
 
     @property
     def acts_in_decode(self) -> bool:
-        return self.decode != "grow"
+        """A budget of 1.0 keeps all, also of what is generated."""
+        return self.decode != "grow" and self.budget != 1.0
 
     def growth(self, prompt: Prompt) -> int:
-        if self.decode == "grow":
+        if not self.acts_in_decode:
             return prompt.max_new_tokens
         if self.decode == "bounded":
             return 1
