@@ -45,23 +45,18 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Fidelity:
-    """One policy against the full cache on one request.
+class Scores:
+    """What a policy makes of an answer of `tokens` tokens that is fed to it.
 
-    outcome: the policy's own greedy answer. While the reference's answer (`tokens` of them) was fed: nll and nll_full,
-    mean negative log-likelihood of its tokens in nats; agreement, share of steps where both caches rank the same token
-    first; kl, mean KL(full || policy) in nats. Between the two greedy answers: rouge_l (F, 0 to 1) and
-    first_divergence, the index of the first token that differs, None when none does.
+    nll and nll_full: mean negative log-likelihood of the tokens in nats, with the policy and with the full cache.
+    agreement: share of steps where both rank the same token first. kl: mean KL(full || policy) in nats.
     """
 
-    outcome: Outcome
     tokens: int
     nll: float
     nll_full: float
     agreement: float
     kl: float
-    rouge_l: float
-    first_divergence: int | None
 
     @property
     def perplexity(self) -> float:
@@ -70,8 +65,21 @@ class Fidelity:
 
     @property
     def perplexity_full(self) -> float:
-        """The same under the full cache."""
+        """The same with the full cache."""
         return math.exp(self.nll_full)
+
+
+@dataclass(frozen=True)
+class Fidelity(Scores):
+    """One policy against the full cache on one request.
+
+    outcome: the policy's own greedy answer. Between that and the full cache's: rouge_l (F, 0 to 1) and
+    first_divergence, the index of the first token that differs, None when none does.
+    """
+
+    outcome: Outcome
+    rouge_l: float
+    first_divergence: int | None
 
 
 def look_up(
@@ -100,22 +108,38 @@ def look_up(
     ]
 
 
+def score(session: Session, references: Sequence[Reference], policy: Policy) -> list[Scores]:
+    """Feed the references' answers to a policy, all in one batch."""
+    scorer = Scorer(references)
+    force(session, [r.prepared for r in references], policy, [r.answer for r in references], scorer)
+    return scorer.scores()
+
+
 def measure(session: Session, references: Sequence[Reference], policy: Policy, decoding: Decoding) -> list[Fidelity]:
     """Compare a policy with the full cache, all references in one batch: one free run, one that is fed the answers."""
-    batch = [reference.prepared for reference in references]
-    outcomes = session.run(batch, policy, greedy(decoding))
-    scorer = Scorer(references)
-    force(session, batch, policy, [reference.answer for reference in references], scorer)
+    outcomes = session.run([r.prepared for r in references], policy, greedy(decoding))
     return [
-        Fidelity(
-            outcome=outcome,
-            tokens=len(reference.answer),
-            **means,
-            rouge_l=rouge_l(reference.outcome.text, outcome.text),
-            first_divergence=first_divergence(reference.outcome.tokens, outcome.tokens),
-        )
-        for reference, outcome, means in zip(references, outcomes, scorer.means(), strict=True)
+        compare(reference, outcome, scores)
+        for reference, outcome, scores in zip(references, outcomes, score(session, references, policy), strict=True)
     ]
+
+
+def itself(reference: Reference) -> Fidelity:
+    """The full cache against itself; nothing is run again."""
+    scorer = Scorer([reference])
+    for step, logits in enumerate(reference.logits):
+        scorer(step, logits[None])
+    return compare(reference, reference.outcome, scorer.scores()[0])
+
+
+def compare(reference: Reference, outcome: Outcome, scores: Scores) -> Fidelity:
+    """Scores, and how an answer differs from the full cache's."""
+    return Fidelity(
+        **vars(scores),
+        outcome=outcome,
+        rouge_l=rouge_l(reference.outcome.text, outcome.text),
+        first_divergence=first_divergence(reference.outcome.tokens, outcome.tokens),
+    )
 
 
 class Scorer:
@@ -137,18 +161,18 @@ class Scorer:
         new = torch.stack([nll, nll_full, agreement, kl], -1).masked_fill(over[:, None], 0.0)
         self.sums = new if self.sums is None else self.sums + new
 
-    def means(self) -> list[dict[str, float]]:
-        """nll, nll_full, agreement and kl of each row."""
+    def scores(self) -> list[Scores]:
+        """Means over the answer of each row."""
         assert self.sums is not None
-        names = ("nll", "nll_full", "agreement", "kl")
+        counts = [len(reference.answer) for reference in self.references]
         return [
-            dict(zip(names, (total / len(reference.answer) for total in row), strict=True))
-            for reference, row in zip(self.references, self.sums.tolist(), strict=True)
+            Scores(count, *(total / count for total in row))
+            for count, row in zip(counts, self.sums.tolist(), strict=True)
         ]
 
 
-def perplexity(results: Sequence[Fidelity], *, full: bool = False) -> float:
-    """exp of the mean over all tokens of all results, as papers report it. full: under the full cache."""
+def perplexity(results: Sequence[Scores], *, full: bool = False) -> float:
+    """exp of the mean over all tokens of all results, as papers report it. full: with the full cache."""
     total = sum((r.nll_full if full else r.nll) * r.tokens for r in results)
     return math.exp(total / sum(r.tokens for r in results))
 

@@ -11,16 +11,17 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from oracle import Recorder
 from PIL import Image
 
 from kvcli import fidelity, policies
+from kvcli.engine.recording import LayerTrace, record
 from kvcli.engine.session import Decoding, Request, Session
 from kvcli.errors import UsageError
 from kvcli.policies.base import Policy, evict_one, first, keep_where, oldest, recent, top
 from kvcli.policies.contract import Columns, Evict, Keep, LayerView, Statistic
 
 STEPS = Decoding(max_new_tokens=20)
+NOTHING_LEFT = (None,) * 3
 PROMPTS = ("describe this picture", "tell a long story of two people and a dog near the sea", "why")
 
 
@@ -62,16 +63,13 @@ def requests() -> list[Request]:
 # --- the independent path
 
 
-def visible_columns(plan: Sequence[Any], layer: int, prompt: int, length: int) -> torch.Tensor:
-    """bool [length, length]: the columns that each query may see in a layer, from what the policy answered."""
+def visible_columns(layer: LayerTrace | None, length: int) -> torch.Tensor:
+    """bool [length, length]: the columns that each query may see in a layer: no later ones, none that has left."""
     visible = torch.ones(length, length, dtype=torch.bool).tril()
-    for decision in (d for d in plan if d.layer == layer):
-        told = decision.answer
-        if isinstance(told, Keep):
-            gone = set(range(prompt)) - set(told.index[0, 0].tolist())
-        else:
-            gone = set(told.slots[0, 0].tolist()) - {-1}
-        visible[decision.seen :, sorted(gone)] = False
+    if layer is not None:
+        for column, seen in enumerate(layer.left[0].tolist()):
+            if seen >= 0:
+                visible[seen:, column] = False
     return visible
 
 
@@ -93,16 +91,17 @@ def masked(layers: Sequence[Any], masks: Sequence[torch.Tensor]) -> Iterator[Non
             handle.remove()
 
 
-def whole_forward(session: Session, request: Request, answer: Sequence[int], plan: Sequence[Any]) -> torch.Tensor:
+def whole_forward(
+    session: Session, request: Request, answer: Sequence[int], plan: Sequence[LayerTrace | None]
+) -> torch.Tensor:
     """[len(answer), vocabulary]: scores for the answer from one forward pass without any cache, on masks alone."""
     inputs = dict(session.prepare(request).inputs)
     inputs["pixel_values"] = inputs["pixel_values"].to(session.dtype)
     prompt = inputs["input_ids"].shape[1]
     ids = torch.cat([inputs["input_ids"], torch.tensor([answer[:-1]], dtype=torch.int64)], 1)
     inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    layers = session.model.model.language_model.layers
-    masks = [visible_columns(plan, index, prompt, ids.shape[1]) for index in range(len(layers))]
-    with torch.inference_mode(), masked(layers, masks):
+    masks = [visible_columns(layer, ids.shape[1]) for layer in plan]
+    with torch.inference_mode(), masked(session.model.model.language_model.layers, masks):
         return session.model(**inputs, use_cache=False).logits[0, prompt - 1 :]
 
 
@@ -112,15 +111,15 @@ def test_numbers_of_a_dropping_policy_equal_a_full_forward_with_masks(
     for request in requests:
         prepared = session.prepare(request)
         reference = fidelity.look_up(session, [prepared], STEPS)[0]
-        recorder = Recorder(Dropper(budget=0.4))
-        scored = fidelity.Scorer([reference])
-        fidelity.force(session, [prepared], recorder, [reference.answer], scored)
+        recording = record(Dropper(budget=0.4))
+        fidelity.score(session, [reference], recording)
+        plan = recording.trace().layers
         found = fidelity.measure(session, [reference], Dropper(budget=0.4), STEPS)[0]
-        assert any(isinstance(d.answer, Evict) for d in recorder.plan), "nothing was evicted in decode"
+        assert max(layer.left.max() for layer in plan) > prepared.length, "nothing was evicted in decode"
 
         answer = reference.outcome.tokens
-        ours = whole_forward(session, request, answer, recorder.plan).log_softmax(-1)
-        full = whole_forward(session, request, answer, []).log_softmax(-1)
+        ours = whole_forward(session, request, answer, plan).log_softmax(-1)
+        full = whole_forward(session, request, answer, NOTHING_LEFT).log_softmax(-1)
         token = torch.tensor(answer)[:, None]
         assert found.tokens == len(answer)
         assert found.nll == pytest.approx(-ours.gather(1, token).mean().item(), abs=1e-9)
@@ -142,7 +141,10 @@ def test_the_first_token_is_predicted_by_the_uncompressed_prompt(session: Sessio
 
 def test_the_full_cache_agrees_with_itself(session: Session, requests: list[Request]) -> None:
     references = fidelity.look_up(session, [session.prepare(r) for r in requests], STEPS)
-    for found in fidelity.measure(session, references, policies.create("full"), STEPS):
+    measured = fidelity.measure(session, references, policies.create("full"), STEPS)
+    for found, expected in zip(measured, map(fidelity.itself, references), strict=True):
+        assert found.outcome.tokens == expected.outcome.tokens
+        assert (found.nll, found.kl) == pytest.approx((expected.nll, expected.kl), abs=1e-9)
         assert (found.agreement, found.rouge_l, found.first_divergence) == (1.0, 1.0, None)
         assert found.kl == pytest.approx(0, abs=1e-9)
         assert found.perplexity == pytest.approx(found.perplexity_full)
@@ -167,7 +169,7 @@ def test_a_given_answer_is_what_perplexity_is_about(session: Session, requests: 
     reference = fidelity.look_up(session, [prepared], STEPS, [text])[0]
     assert session.tokenizer.decode(reference.answer).strip() == text
     found = fidelity.measure(session, [reference], policies.create("full"), STEPS)[0]
-    expected = whole_forward(session, requests[0], reference.answer, []).log_softmax(-1)
+    expected = whole_forward(session, requests[0], reference.answer, NOTHING_LEFT).log_softmax(-1)
     token = torch.tensor(reference.answer)[:, None]
     assert found.nll == pytest.approx(-expected.gather(1, token).mean().item(), abs=1e-9)
     with pytest.raises(UsageError, match="empty"):
