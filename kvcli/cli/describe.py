@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.cli import errors, run
 from kvcli.cli.options import picture_command
 from kvcli.cli.settings import Resolved
-from kvcli.cli.terminal import Interrupts, Terminal, duration, size
+from kvcli.cli.terminal import Interrupts, Terminal, count_of, duration, size
 
 if TYPE_CHECKING:
     from kvcli.batch import Event, Work
@@ -241,7 +241,12 @@ def _close(tally: Tally, screen: Terminal, output: Output, alone: bool) -> None:
     if alone and not tally.halted and not tally.skipped:
         return
     seconds = max(1e-9, time.monotonic() - tally.started)
-    parts = [f"{tally.done} done", f"{tally.skipped} skipped", f"{tally.strays} strays", f"{tally.failed} failed"]
+    parts = [
+        f"{tally.done} done",
+        f"{tally.skipped} skipped",
+        count_of(tally.strays, "stray"),
+        f"{tally.failed} failed",
+    ]
     rates = f"{duration(seconds)}, {tally.done / seconds:.2f} pictures/s, {tally.generated / seconds:.1f} tokens/s"
     screen.note(f"{', '.join(parts)} in {rates}; results: {output.name}")
     if tally.failures:
@@ -272,5 +277,5 @@ def _list_jobs(jobs: Iterator[Job | Stray], screen: Terminal) -> int:
         else:
             count += 1
             print(item.id)
-    screen.note(f"{count} would run, {strays} strays")
+    screen.note(f"{count} would run, {count_of(strays, 'stray')}")
     return errors.OK

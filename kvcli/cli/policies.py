@@ -46,26 +46,21 @@ def _table(found: list[PolicyInfo]) -> None:
 
 
 def _show(info: PolicyInfo) -> None:
-    from rich.table import Table
+    from rich.padding import Padding
     from rich.text import Text
 
     console = _console()
     console.print(Text(info.name, style="bold"))
-    console.print(Text(info.doc))
-    console.print()
+    console.print(Text(f"{info.doc}\n"))
     if info.source:
         console.print(Text(f"source: {info.source}"))
     console.print(Text(f"acts: {'per layer' if info.when == 'layer' else 'once, over all layers'}"))
     console.print(Text(f"frees memory: {_yes(info.frees_memory)}"))
     console.print(Text(f"sees the question: {_yes(info.sees_question)}"))
-    console.print()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("option", "values", "default", "what it does"):
-        table.add_column(heading, overflow="fold")
+    console.print(Text("\nOptions, as --set NAME=VALUE (the budget as --budget), with their defaults:"))
     for option in info.options:
-        table.add_row(*(Text(x) for x in (option.name, _values(option), _default(option), option.help)))
-    console.print(table)
-    console.print(Text("Give them as --set NAME=VALUE; the budget as --budget."))
+        console.print(Text.assemble((option.name, "bold"), f" = {_default(option)}"))
+        console.print(Padding(Text(f"{option.help} ({_values(option)})"), (0, 0, 0, 4)))
 
 
 def _values(option: Option) -> str:

@@ -123,7 +123,11 @@ def load_session(settings: Settings, screen: Terminal, clock: Clock) -> Session:
     """The model, ready; says once what runs where."""
     quieten(settings)
     with clock.span("imports"):
+        from transformers.utils import logging
+
         from kvcli.engine.session import Session
+    if not _libraries_may_draw(settings):
+        logging.disable_progress_bar()
     with clock.span("load"), Loading(screen) as loading:
         session = Session.load(
             settings.model,
@@ -151,8 +155,13 @@ def quieten(settings: Settings) -> None:
         warnings.simplefilter("ignore")
         logging.captureWarnings(True)
         logging.getLogger("py.warnings").addHandler(logging.NullHandler())
-    if settings.quiet or not settings.progress or not sys.stderr.isatty():
+    if not _libraries_may_draw(settings):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _libraries_may_draw(settings: Settings) -> bool:
+    """Whether bars of downloads and of loading, which are the libraries' own, may show."""
+    return settings.progress and not settings.quiet and sys.stderr.isatty()
 
 
 class Loading:

@@ -41,6 +41,11 @@ def size(count: float) -> str:
     raise AssertionError
 
 
+def count_of(count: int, word: str) -> str:
+    """1 stray, 2 strays."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
 def duration(seconds: float) -> str:
     """40 ms, 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 0.1:
