@@ -1,0 +1,200 @@
+"""What the built-in model is trained on: which question, which answer, over which maps.
+
+Knows captions, stories, class names and feature maps. Knows nothing of the language model.
+
+Five kinds. `caption`: a person's words. `long`: texts that the language model wrote from a caption (for length and
+fluency). `label`: the class that the tower's own classifier sees. `paste`: cells of a class, taken from anywhere in
+the training photos, set into another photo, with a sentence that names the class: so that all 1,000 class words
+reach the answer, not only those that the captions use. `swap`: the same, in place of a dog that a caption names.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcli.builtin import prompts
+from kvcli.builtin.features import Features
+from kvcli.builtin.tower import CLASSES, Neck
+
+DOGS, ANIMALS = slice(151, 269), range(398)
+PER_CLASS = 16
+SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
+A_DOG = re.compile(r"\b(a|the) dog\b(?!s)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question and its answers, each true alone. `photo` None: no picture. `paste`: class whose cells are set in."""
+
+    question: str
+    answers: tuple[str, ...]
+    photo: str | None
+    paste: int | None = None
+    box: tuple[int, int, int, int] | None = None  # top, left, height, width in coarse cells; None with paste: dog cells
+    seed: int = 0
+
+    @property
+    def flip(self) -> bool:
+        return bool(self.seed & 1) and not any(map(SIDES.search, self.answers))
+
+
+class Bank:
+    """For every class the cells of the training photos that the classifier is surest of; per photo its best class.
+
+    `cells` is `[1000, 16, 1280]`; `best[name] = (class, mean probability, mean probability of the dog classes)`.
+    """
+
+    def __init__(self, features: Features, names: Sequence[str], neck: Neck) -> None:
+        path = features.folder / "bank.pt"
+        if path.exists():
+            stored = torch.load(path, weights_only=True)
+            self.cells: Tensor = stored["cells"]
+            self.best: dict[str, tuple[int, float, float]] = stored["best"]
+            return
+        top = torch.full((CLASSES, PER_CLASS), -1.0)
+        self.cells = torch.zeros(CLASSES, PER_CLASS, neck.classifier.in_features)
+        self.best = {}
+        for start in range(0, len(names), 64):
+            chosen = names[start : start + 64]
+            coarse = features.maps(chosen)[1].flatten(2).transpose(1, 2)
+            with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+                chances = neck.classifier(coarse).float().softmax(-1)
+            for name, mean in zip(chosen, chances.mean(1), strict=True):
+                self.best[name] = (int(mean.argmax()), float(mean.max()), float(mean[DOGS].sum()))
+            flat, cells = chances.flatten(0, 1), coarse.flatten(0, 1)
+            value, row = flat.topk(PER_CLASS, 0)
+            both = torch.cat([top, value.T], 1)
+            top, order = both.topk(PER_CLASS, 1)
+            pool = torch.cat([self.cells, cells[row.T]], 1)
+            self.cells = pool.gather(1, order[..., None].expand(-1, -1, pool.shape[-1]))
+        torch.save({"cells": self.cells, "best": self.best}, path)
+
+
+class Examples:
+    """Draws examples and makes their maps. The draw depends on the generator given, nothing else."""
+
+    def __init__(
+        self,
+        captions: dict[str, list[str]],
+        names: Sequence[str],
+        long: list[dict[str, Any]],
+        chats: list[dict[str, str]],
+        class_names: Sequence[str],
+        features: Features,
+        bank: Bank,
+        neck: Neck,
+    ) -> None:
+        self.captions, self.names, self.classes = captions, list(names), class_names
+        known = set(names)
+        self.long = [r for r in long if "c" in r or r["n"] in known]
+        self.chats = chats
+        self.features, self.bank = features, bank
+        self.direction = torch.nn.functional.normalize(neck.classifier.weight.detach().float(), dim=-1)
+        self.classifier = neck.classifier
+        self.sure = [n for n in self.names if bank.best[n][1] > 0.2]
+        self.dogs = [n for n in self.names if bank.best[n][2] > 0.3 and any(map(A_DOG.search, captions[n]))]
+
+    def draw(self, kind: str, rng: random.Random) -> Example:
+        make: dict[str, Callable[[random.Random], Example]] = {
+            "caption": self._caption,
+            "long": self._long,
+            "label": self._label,
+            "paste": self._paste,
+            "swap": self._swap,
+            "text": self._text,
+        }
+        return make[kind](rng)
+
+    def _caption(self, rng: random.Random) -> Example:
+        name = rng.choice(self.names)
+        question = prompts.CAPTION[0] if rng.random() < 0.7 else rng.choice(prompts.CAPTION)
+        return Example(question, tuple(map(prompts.tidy, self.captions[name])), name, seed=rng.getrandbits(30))
+
+    def _long(self, rng: random.Random) -> Example:
+        row = rng.choice(self.long)
+        question = rng.choice(prompts.STORY if row["k"] == "story" else prompts.DETAIL)
+        if "c" in row:
+            return self._pasted(question, row["s"], row["c"], rng)
+        return Example(question, (row["s"],), row["n"], seed=rng.getrandbits(30))
+
+    def _label(self, rng: random.Random) -> Example:
+        name = rng.choice(self.sure)
+        answer = prompts.article(self.classes[self.bank.best[name][0]])
+        return Example(
+            rng.choice(prompts.LABEL), (f"{answer[0].upper()}{answer[1:]}.",), name, seed=rng.getrandbits(30)
+        )
+
+    def _pasted(self, question: str, answer: str, label: int, rng: random.Random, small: bool = False) -> Example:
+        high, wide = (rng.randint(3, 6), rng.randint(3, 6)) if small else (rng.randint(5, 12), rng.randint(5, 12))
+        box = (rng.randint(0, 12 - high), rng.randint(0, 12 - wide), high, wide)
+        return Example(question, (answer,), rng.choice(self.names), label, box, rng.getrandbits(30) & ~1)
+
+    def _paste(self, rng: random.Random) -> Example:
+        label = rng.randrange(CLASSES)
+        thing = prompts.article(self.classes[label])
+        if rng.random() < 0.25:
+            return self._pasted(rng.choice(prompts.LABEL), f"{thing[0].upper()}{thing[1:]}.", label, rng)
+        if rng.random() < 0.3:
+            start = rng.choice(("The photo shows", "The picture shows", "This is a photo of"))
+            return self._pasted(rng.choice(prompts.DETAIL[:2] + prompts.CAPTION), f"{start} {thing}.", label, rng)
+        small = rng.random() < 0.5
+        example = self._pasted(rng.choice(prompts.CAPTION), "", label, rng, small)
+        if not small:
+            answer = rng.choice(("A close-up of {}.", "{} is in the picture.", "There is {} in the photo.", "{}."))
+        else:
+            _, left, _, wide = example.box or (0, 0, 12, 12)
+            across = ("on the left", "in the middle", "on the right")[min(2, int((left + wide / 2) / 4))]
+            answer = rng.choice(("{} is " + across + ".", "There is {} " + across + " of the picture."))
+        answer = answer.format(thing)
+        return replace(example, answers=(answer[0].upper() + answer[1:],))
+
+    def _swap(self, rng: random.Random) -> Example:
+        name, label = rng.choice(self.dogs), rng.choice(ANIMALS)
+        named = [A_DOG.sub(prompts.article(self.classes[label]), c) for c in self.captions[name] if A_DOG.search(c)]
+        return Example(prompts.CAPTION[0], tuple(map(prompts.tidy, named)), name, label, None, rng.getrandbits(30))
+
+    def _text(self, rng: random.Random) -> Example:
+        row = rng.choice(self.chats)
+        return Example(row["q"], (row["s"],), None)
+
+    def maps(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+        """Fine and coarse maps `[B, C, H, W]` with what is pasted and mirrored."""
+        fine, coarse = self.features.maps([e.photo or self.names[0] for e in examples])
+        for i, example in enumerate(examples):
+            if example.paste is not None:
+                coarse[i] = self._with_class(coarse[i], example.paste, example.box, example.seed)
+            if example.flip:
+                fine[i], coarse[i] = fine[i].flip(-1), coarse[i].flip(-1)
+        return fine, coarse
+
+    def _with_class(self, coarse: Tensor, label: int, box: tuple[int, int, int, int] | None, seed: int) -> Tensor:
+        draw = torch.Generator().manual_seed(seed)
+        where = torch.zeros(coarse.shape[1:], dtype=torch.bool)
+        if box is None:
+            with torch.no_grad():
+                chances = self.classifier(coarse.flatten(1).T).float().softmax(-1)[:, DOGS].sum(-1)
+            where = (chances > 0.3).view_as(where)
+        else:
+            top, left, high, wide = box
+            where[top : top + high, left : left + wide] = True
+        count = int(where.sum())
+        cells = self.bank.cells[label][torch.randint(PER_CLASS, (count,), generator=draw)]
+        strength = 8 * torch.rand(1, generator=draw)
+        share = 0.5 + 0.5 * torch.rand(count, 1, generator=draw)
+        mixed = share * (cells + strength * self.direction[label]) + (1 - share) * coarse[:, where].T
+        result = coarse.clone()
+        result[:, where] = mixed.clamp(0, 6).T
+        return result
+
+
+def read_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in files for line in file.read_text().splitlines() if line]

@@ -1,0 +1,160 @@
+"""Train the neck and the low-rank updates of the built-in model: `python -m kvcli.builtin.train --help`.
+
+Knows schedules, state files and the mixture. The constant rate goes on until `--steps`; the last `--decay` steps bring
+it down to zero, so a stopped run can be made longer, or a decay can be tried from any saved state. Every draw depends
+on `--seed` and the number of the step alone: a run that was stopped gives the numbers of one that was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvcli.builtin import build, prompts
+from kvcli.builtin.examples import Bank, Example, Examples, read_rows
+from kvcli.builtin.features import SHAPES, Features
+from kvcli.builtin.student import Student
+
+# share of the steps, grid, examples a step with short and with long answers
+GRIDS = ((0.80, 6, 12, 8), (0.16, 12, 6, 4), (0.04, 24, 3, 2))
+SHORT = {"caption": 0.62, "swap": 0.08, "paste": 0.22, "label": 0.08}
+LONG, TEXT = 0.25, 0.04
+RATES = {"lora": 4e-4, "neck": 8e-4}
+WARM_UP, CLIP = 30, 1.0
+
+
+def plan(step: int, seed: int, examples: Examples) -> tuple[str, int, list[Example]]:
+    """What a step trains on: `text`, `long` or `short`, the grid, the examples."""
+    rng = random.Random(f"{seed}:{step}")
+    _, grid, short, long = rng.choices(GRIDS, [g[0] for g in GRIDS])[0]
+    dice = rng.random()
+    if dice < TEXT and examples.chats:
+        return "text", 0, [examples.draw("text", rng) for _ in range(6)]
+    if dice < TEXT + LONG and examples.long:
+        return "long", grid, [examples.draw("long", rng) for _ in range(long)]
+    kinds = rng.choices(list(SHORT), list(SHORT.values()), k=short)
+    return "short", grid, [examples.draw(kind, rng) for kind in kinds]
+
+
+def rate(step: int, steps: int, decay: int) -> float:
+    """Share of the full learning rate: linear warm-up, constant, linear decay over the last `decay` steps."""
+    return min(1.0, (step + 1) / WARM_UP, (steps - step) / decay if decay else 1.0)
+
+
+def optimizer(student: Student, scale: float) -> torch.optim.AdamW:
+    groups = [
+        {"params": [p for n, p in student.trainable.items() if n.startswith(kind)], "lr": lr, "full": lr}
+        for kind, lr in ((k, v * scale) for k, v in RATES.items())
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
+
+
+def save(path: Path, write: Any) -> None:
+    """`write(spare)` then rename: a reader never sees half a file."""
+    spare = path.with_name(path.name + ".new")
+    write(spare)
+    os.replace(spare, path)
+
+
+def half(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: v.to(torch.float16).contiguous() for k, v in weights.items()}
+
+
+def run(student: Student, examples: Examples, held_out: list[Example], options: Any) -> Iterator[dict[str, Any]]:
+    """Train from the state in `options.work` (or from the start) to `options.steps`; yields the log, line by line."""
+    adam, step, state = optimizer(student, options.rate), 0, options.work / "state.pt"
+    if state.exists():
+        stored = torch.load(state, weights_only=True)
+        student.load(stored["weights"])
+        adam.load_state_dict(stored["adam"])
+        step = stored["step"]
+    saved, sums = time.monotonic(), {"short": [0.0, 0], "long": [0.0, 0], "text": [0.0, 0]}
+    while step < options.steps:
+        for group in adam.param_groups:
+            group["lr"] = group["full"] * rate(step, options.steps, options.decay)
+        kind, grid, chosen = plan(step, options.seed, examples)
+        loss = student.text_loss(chosen) if kind == "text" else student.loss(chosen, examples.maps(chosen), grid)
+        adam.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(list(student.trainable.values()), CLIP)
+        adam.step()
+        sums[kind][0] += float(loss.detach())
+        sums[kind][1] += 1
+        step += 1
+        if step % options.log == 0 or step == options.steps:
+            row = {k: round(s / n, 4) for k, (s, n) in sums.items() if n}
+            yield {"step": step, "time": time.strftime("%H:%M:%S"), **row}
+            sums = {k: [0.0, 0] for k in sums}
+        if step % options.evaluate == 0 or step == options.steps:
+            grids = (6, 12, 24) if step == options.steps else (6,)
+            yield {"step": step} | {
+                f"held_out_{g * g}": round(student.mean_loss(held_out, examples.maps, g), 4) for g in grids
+            }
+        if time.monotonic() - saved > 60 * options.save or step == options.steps:
+            content = {"weights": student.weights(), "adam": adam.state_dict(), "step": step}
+            save(state, lambda p, c=content: torch.save(c, p))
+            save(options.out, lambda p: save_file(half(student.weights()), p))
+            saved = time.monotonic()
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m kvcli.builtin.train", description=__doc__.splitlines()[0])
+    p.add_argument("--photos", type=Path, required=True, help="folder of photographs")
+    p.add_argument("--captions", type=Path, required=True, help="JSON: photo name -> list of captions")
+    p.add_argument("--split", type=Path, required=True, help="JSON: `train` and `held_out`, lists of photo names")
+    p.add_argument("--out", type=Path, required=True, help="the weights file (safetensors, half precision)")
+    p.add_argument("--work", type=Path, required=True, help="folder for features, state and log")
+    p.add_argument("--long", type=Path, nargs="*", default=[], help="JSON lines: n (photo) or c (class), k, s (text)")
+    p.add_argument("--chats", type=Path, nargs="*", default=[], help="JSON lines: q, s: chats without a picture")
+    p.add_argument("--init", type=Path, help="weights file to start from")
+    p.add_argument("--steps", type=int, default=6000)
+    p.add_argument("--decay", type=int, default=0, help="the last so many steps bring the rate down to zero")
+    p.add_argument("--rate", type=float, default=1.0, help="factor on all learning rates")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--log", type=int, default=20, help="steps between two lines of the log")
+    p.add_argument("--evaluate", type=int, default=400, help="steps between two losses on the held-out photos")
+    p.add_argument("--save", type=float, default=4, help="minutes between two states")
+    return p
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(options.threads)
+    options.work.mkdir(parents=True, exist_ok=True)
+    captions = json.loads(options.captions.read_text())
+    split = json.loads(options.split.read_text())
+    language_model, tokenizer = build.language_model()
+    tower = build.vision_tower(language_model, tokenizer)
+    features = Features(options.work / "features", sorted(split["train"] + split["held_out"]))
+    features.compute(options.photos, tower.trunk, tick=lambda n: print(f"features: {n}", flush=True))
+    for key in SHAPES:  # the spread of 500 photos is that of all
+        mean, deviation = features.moments(split["train"][:500], key)
+        getattr(tower.neck, f"{key}_mean").copy_(mean)
+        getattr(tower.neck, f"{key}_std").copy_(deviation)
+    student = Student(language_model, tokenizer, tower.neck)
+    if options.init:
+        student.load(load_file(options.init))
+    bank = Bank(features, split["train"], tower.neck)
+    texts = (read_rows(options.long), read_rows(options.chats), build.class_names())
+    examples = Examples(captions, split["train"], *texts, features, bank, tower.neck)
+    question = prompts.CAPTION[0]
+    held_out = [Example(question, (prompts.tidy(captions[n][0]),), n) for n in split["held_out"]]
+    with (options.work / "log.jsonl").open("a") as log:
+        for line in run(student, examples, held_out, options):
+            print(json.dumps(line), file=log, flush=True)
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
