@@ -161,6 +161,7 @@ class KVCache(Cache):
         self.prompt: Prompt | None = None
         self.survivors: Survivors | None = None
         self.coordinates = Coordinates()
+        self.shared: dict[str, Tensor] = {}
         self.bytes_peak = 0
         self._bytes_now = 0
         stocks, layers = layout(config), []
@@ -180,7 +181,7 @@ class KVCache(Cache):
     def announce(self, prompt: Prompt) -> None:
         """Say what the next prompt is: everything up to and including it, all turns. Compression happens as soon as a
         layer has seen that many columns."""
-        self.prompt = prompt
+        self.prompt, self.shared = prompt, {}
         for layer in self.ours:
             layer.turn = None
 
@@ -217,6 +218,8 @@ class KVCache(Cache):
                 self.prompt,
                 self.rotator,
                 self.coordinates,
+                first=layer is self.ours[0],
+                shared=self.shared,
             )
         return layer.turn
 

@@ -43,10 +43,10 @@ class Gather:
             if self.value is None:
                 self.value = new.new_zeros(*new.shape[:2], self.slots)
             reached = self.value[..., : new.shape[-1]]
-            if self.statistic.reduce == "sum":
-                reached += new
-            else:
+            if self.statistic.reduce == "max":
                 torch.maximum(reached, new, out=reached)
+            else:
+                reached += new
         elif isinstance(self.statistic, RowSummary):
             new = _summary(self.statistic, weights, chosen, visible)
             self.value = new if self.value is None else self.value + new
@@ -207,7 +207,9 @@ def _columns(statistic: Columns, weights: Tensor, chosen: Tensor) -> Tensor:
         return summed.view(batch, -1, slots)
     weights = _reduce_heads(weights, statistic.heads) if statistic.heads_first else weights.flatten(1, 2)
     weights = weights * chosen[:, None, :, None]
-    return weights.sum(2) if statistic.reduce == "sum" else weights.amax(2)
+    if statistic.reduce == "max":
+        return weights.amax(2)
+    return weights.sum(2) if statistic.reduce == "sum" else weights.square().sum(2)
 
 
 def _after_group_sum(summed: Tensor, heads: str, group: int) -> Tensor:

@@ -26,7 +26,8 @@ class LayerCache:
     keys, values: buffers [B, Hkv, capacity, D]. positions: int64 [B, P, capacity], -1 in an empty slot, or None as long
     as slot and column are the same. side: per-slot tensors [B, A, capacity], by name, which follow every entry. state:
     tensors whose first axis is the batch. free: empty slots below `extent` of each row (the fewest over its heads).
-    gaps: whether some head may have empty slots that `free` does not count.
+    kept: entries of each row right after the last `keep`. gaps: whether some head may have empty slots that `free`
+    does not count.
     tail: how many of the last slots hold the last columns in order, so that `crop` can take them back.
     shared: whether other layers read these keys too, later in the same forward pass: they must find what this layer
     found, so held entries are then changed in a copy.
@@ -44,6 +45,7 @@ class LayerCache:
         self.side: dict[str, Tensor] = {}
         self.state: dict[str, Tensor] = {}
         self.free: list[int] = []
+        self.kept: list[int] = []
         self.gaps = False
         self.extent = 0
         self.tail = 0
@@ -190,6 +192,7 @@ class LayerCache:
         self.positions, self.side = kept_positions, kept_side
         self.extent, self.tail = width, 0
         self.free = [width - n for n in held]
+        self.kept = list(held)
         self.gaps = bool((kept_positions < 0).any())
         self._allocate(width + room, self.keys, self.values)
 
@@ -267,6 +270,7 @@ class LayerCache:
         self.side = {name: rows(t) for name, t in self.side.items()}
         self.state = {name: rows(t) for name, t in self.state.items()}
         self.free = [self.free[i] for i in order]
+        self.kept = [self.kept[i] for i in order] if self.kept else []
 
     def crop(self, columns: int) -> None:
         """Take back the last `columns` columns."""

@@ -25,7 +25,8 @@ class Turn:
 
     gathered: statistics that do not follow entries (raw rows, row summaries), until the prompt is compressed.
     weights: [B, H, S] of the newest query, for policies that ask. columns: int64 [B, 1, T] of the queries at hand,
-    where they are not simply the newest ones.
+    where they are not simply the newest ones. first: whether no layer that a policy acts on comes before this one.
+    shared: see `LayerView`.
     """
 
     layer: int
@@ -36,6 +37,8 @@ class Turn:
     prompt: Prompt
     rotator: Rotator | None = None
     coordinates: Coordinates = field(default_factory=Coordinates)
+    first: bool = True
+    shared: dict[str, Tensor] = field(default_factory=dict)
     gathered: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
     columns: Tensor | None = None
@@ -53,7 +56,7 @@ class Turn:
     @property
     def wants_all_rows(self) -> bool:
         """Whether a statistic of the prompt looks at more rows than the last few."""
-        return self.step <= 0 and any(s.queries != "last" for s in self.policy.statistics())
+        return self.step <= 0 and any(s.queries != "last" for s in self._asked())
 
     def attend(
         self,
@@ -83,7 +86,7 @@ class Turn:
         """Gather over the last rows only, beside an output that was computed elsewhere."""
         gathers = self._gathers(query.shape[2])
         if gathers:
-            longest = max(s.window for s in self.policy.statistics())
+            longest = max(s.window for s in self._asked())
             # the window counts real tokens from the end of the prompt, which may reach beyond this chunk
             start = max(0, query.shape[2] - longest - self.step) if self.step <= 0 else 0
             if start >= query.shape[2]:
@@ -113,6 +116,8 @@ class Turn:
             step=max(0, self.step),
             held=self._held(),
             state=self.store.state,
+            kept=tuple(self.store.kept),
+            shared=self.shared,
             weights=self.weights,
             window=self.window,
             turn=None if self.rotator is None else partial(self.rotator.turn, layer=self.layer),
@@ -163,13 +168,18 @@ class Turn:
     def _wants_weights(self) -> bool:
         return self.step > 0 and self.policy.needs_weights
 
+    def _asked(self) -> list[Statistic]:
+        """What is to be gathered in this layer."""
+        asked = self.policy.statistics()
+        return [s for s in asked if self.first or not (isinstance(s, Columns) and s.first_layer)]
+
     def _statistic(self, name: str) -> Statistic:
         return next(s for s in self.policy.statistics() if s.name == name)
 
     def _gathers(self, queries: int) -> list[Gather]:
         found = []
         slots = self.store.extent
-        for statistic in self.policy.statistics():
+        for statistic in self._asked():
             if self.step > 0 and not (isinstance(statistic, Columns) and statistic.decode):
                 continue
             chosen = self._chosen(statistic, queries)

@@ -22,21 +22,24 @@ Heads = Literal["none", "group-mean", "group-sum", "group-max", "mean", "sum", "
 class Columns:
     """Attention weights reduced over query rows: one number per key, kept per slot while entries come and go.
 
-    `reduce`: over the query rows, their sum or their maximum. `queries`: which rows count; padding never does
-    ("after-vision": text after the last visual token; "last": the last `window` real tokens of the prompt).
+    `reduce`: over the query rows, their sum, the sum of their squares, or their maximum. `queries`: which rows count;
+    padding never does ("after-vision": text after the last visual token; "last": the last `window` real tokens of the
+    prompt).
     `heads`: reduction over query heads. "none" keeps [B, H, S], "group-*" gives [B, Hkv, S], the others [B, 1, S].
     `heads_first`: reduce heads before rows; matters when one of the two is a maximum or the other is not linear.
     `decode`: go on while generating, with each new token as one more query row (of weight one).
+    `first_layer`: gather it in the first layer that a policy acts on and nowhere else.
     `decay`: with "sum", what a row's weight is multiplied by for each counted row that comes after it.
     """
 
     name: str
-    reduce: Literal["sum", "max"] = "sum"
+    reduce: Literal["sum", "squares", "max"] = "sum"
     queries: Queries = "all"
     window: int = 32
     heads: Heads = "mean"
     heads_first: bool = False
     decode: bool = False
+    first_layer: bool = False
     decay: float = 1.0
 
 
@@ -109,7 +112,9 @@ class LayerView:
     counts: float [B, P, S], how many tokens were merged into the entry. weights: float [B, H, S] of the newest
     query (decode, and only for a policy with `needs_weights`). step: 0 after a prompt, t after the t-th generated
     token was fed. state: tensors of this layer and run whose first axis is the batch.
-    held: entries of each row now, on the host, the most over its heads. window: a sliding layer's width, else None.
+    held: entries of each row now, on the host, the most over its heads. kept: the same right after the last prompt was
+    compressed (empty before). shared: tensors that the layers of one prompt hand on to later ones. window: a sliding
+    layer's width, else None.
     turn(keys [B, Hkv, n, D], steps [B, Hkv or 1, n]): the keys as if they stood that many positions later, with the
     model's own frequencies (only for a policy with `needs_rotation`).
     coordinates: int64 [B, A, columns fed], where the model itself places each column on its A rotary axes (for such a
@@ -127,6 +132,8 @@ class LayerView:
     step: int
     held: tuple[int, ...]
     state: dict[str, torch.Tensor]
+    kept: tuple[int, ...] = ()
+    shared: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: torch.Tensor | None = None
     window: int | None = None
     turn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
