@@ -275,7 +275,7 @@ def compressed(tiny: architectures.Tiny, policy: Policy, steps: int = 8, **optio
     rotator = Rotator(tiny.model) if policy.needs_rotation else None
     cache = KVCache(tiny.model.config, policy, rotator)
     cache.announce(prompt_of(tiny, steps))
-    with attached(tiny.model):
+    with attached(tiny.model, cache):
         return generate(tiny, cache, steps, **options)
 
 
