@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import kvcli
-from kvcli.cli import config, describe, doctor, errors, policies, profile
+from kvcli.cli import compare, config, describe, doctor, errors, policies, profile
 
 app = typer.Typer(
     cls=errors.Group,
@@ -24,6 +24,7 @@ app = typer.Typer(
 
 app.command("describe")(describe.describe)
 app.command("profile")(profile.profile)
+app.command("compare")(compare.compare)
 app.command("policies")(policies.policies)
 app.command("doctor")(doctor.doctor)
 app.command("config")(config.config)

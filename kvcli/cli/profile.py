@@ -174,7 +174,7 @@ def _facts(opened: study.Opened, session: Session, settings: Resolved, load: Loa
 
     return {
         "id": opened.job.id,
-        "sha256": list(opened.sha256),
+        "sha256": [image.sha256 for image in opened.images],
         "model": session.model_name,
         "revision": session.revision,
         "device": str(session.device),

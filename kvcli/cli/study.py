@@ -20,23 +20,25 @@ if TYPE_CHECKING:
     from kvcli.engine.session import Request
     from kvcli.jobs import Job, Stray
     from kvcli.policies.base import Policy
+    from kvcli.records import ImageFacts
 
 UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A job whose pictures were read. sha256: of each picture's bytes."""
+    """A job whose pictures were read."""
 
     job: Job
     request: Request
-    sha256: tuple[str, ...]
+    images: tuple[ImageFacts, ...]
 
 
 def open_job(job: Job, prompt: str, settings: Settings, screen: Terminal) -> Opened:
     """Read the pictures of a job. Raises `PictureError`."""
     from kvcli import images
     from kvcli.engine.session import Request
+    from kvcli.records import ImageFacts
 
     if job.error:
         raise PictureError(job.error)
@@ -46,10 +48,13 @@ def open_job(job: Job, prompt: str, settings: Settings, screen: Terminal) -> Ope
         for warning in picture.warnings:
             screen.note(f"{path}: {warning}")
     asked = job.prompt or prompt
-    hashes = tuple(picture.sha256 for picture in pictures)
-    key = "\n".join([*hashes, asked])
+    facts = tuple(
+        ImageFacts(path, p.sha256, p.size_bytes, p.format, *p.image.size)
+        for path, p in zip(job.paths, pictures, strict=True)
+    )
+    key = "\n".join([*(p.sha256 for p in pictures), asked])
     system = job.system if job.system is not None else settings.system
-    return Opened(job, Request(tuple(p.image for p in pictures), asked, system=system, key=key), hashes)
+    return Opened(job, Request(tuple(p.image for p in pictures), asked, system=system, key=key), facts)
 
 
 def only_jobs(items: Iterator[Job | Stray], screen: Terminal) -> Iterator[Job]:

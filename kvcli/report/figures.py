@@ -43,7 +43,7 @@ def timeline(series: Mapping[str, Sequence[float]], theme: Theme = LIGHT, *, tit
     figure, axes = _paper(7.2, 3.4, theme)
     unit, scale = _unit(max((max(values) for values in series.values()), default=0))
     for index, (name, values) in enumerate(series.items()):
-        style = {"color": LINES[index % len(LINES)], "linestyle": STYLES[(index // len(LINES)) % len(STYLES)]}
+        style = {"color": LINES[index % len(LINES)], "linestyle": STYLES[index % len(STYLES)]}
         heights = [value / scale for value in values]
         axes.plot(
             range(len(values)), heights, linewidth=1.8, label=name, marker="" if len(values) > 1 else "o", **style

@@ -75,6 +75,15 @@ def fates(picture: Image.Image, fate: npt.NDArray[np.int64], boxes: Floats, size
     return Image.fromarray(np.where(seen[..., None], pixels, unseen).astype(np.uint8))
 
 
+def kept(picture: Image.Image, share: Floats, boxes: Floats, size: tuple[int, int]) -> Image.Image:
+    """The picture as bright as its entries were kept: share [n], 0 to 1; where boxes overlap, the highest shows."""
+    level = np.zeros(picture.size[::-1])
+    for index, (rows, columns) in _areas(boxes, size, picture.size):
+        level[rows, columns] = np.maximum(level[rows, columns], share[index])
+    pixels = np.asarray(picture.convert("RGB"), dtype=np.float64) * (0.1 + 0.9 * level[..., None])
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
 def _areas(
     boxes: Floats, picture: tuple[int, int], canvas: tuple[int, int]
 ) -> Iterator[tuple[int, tuple[slice, slice]]]:
