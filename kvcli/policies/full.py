@@ -13,6 +13,7 @@ class Full(Policy):
     """Keep everything: the model's own cache, preallocated."""
 
     name: ClassVar[str] = "full"
+    source: ClassVar[str] = "none: the model as it is"
     frees_memory: ClassVar[bool] = False
 
     budget: float | int | None = option(1.0, "always all of it; any other value is ignored")
