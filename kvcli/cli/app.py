@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import kvcli
-from kvcli.cli import compare, config, describe, doctor, errors, policies, profile
+from kvcli.cli import compare, config, describe, doctor, errors, policies, profile, story
 
 app = typer.Typer(
     cls=errors.Group,
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command("describe")(describe.describe)
 app.command("profile")(profile.profile)
 app.command("compare")(compare.compare)
+app.command("story")(story.story)
 app.command("policies")(policies.policies)
 app.command("doctor")(doctor.doctor)
 app.command("config")(config.config)

@@ -39,6 +39,8 @@ class Conversation(Session):
         self.asked: list[Request] = []
         self.ids: Tensor | None = None
         """All tokens so far [1, L]; the newest was generated and is not fed yet."""
+        self.prompt_tokens = 0
+        """Columns up to and including the newest prompt."""
         self._per_token: dict[str, Tensor] = {}
         self._grids: list[Tensor] = []
         self._stopped = False
@@ -56,6 +58,7 @@ class Conversation(Session):
         if decoding.num_beams > 1:
             raise UsageError("a conversation needs --num-beams 1")
         prepared = self._next(request)
+        self.prompt_tokens = prepared.length
         with self._placed(prepared) as placed:
             outcome = self.run([placed], self.policy, decoding, on_text=on_text, on_step=on_step)[0]
         self.ids = torch.cat([prepared.inputs["input_ids"], torch.tensor([outcome.tokens])], 1)
@@ -72,6 +75,10 @@ class Conversation(Session):
             real = torch.ones_like(ids, dtype=torch.bool)
             self._live.announce(Prompt(real, visual_mask(self.model, ids), (ids.shape[1],), max_new_tokens))
         return self._live
+
+    def full_bytes(self, seen: int) -> int:
+        """What the cache would hold of so many tokens, had nothing left it."""
+        return 0 if self._live is None else self._live.full_bytes(seen)
 
     # --- inside
 
@@ -99,8 +106,11 @@ class Conversation(Session):
         new = self.processor(text=[text], **images, return_tensors="pt", add_special_tokens=False)
         ends = self._stopped and self.ids[0, -1] == new["input_ids"][0, 0]  # the model ended its turn itself
         joined: dict[str, Any] = dict(new)
-        for name in self._per_token:
-            part = new[name][:, 1:] if ends else new[name]
+        length = new["input_ids"].shape[1]
+        for name, earlier in self._per_token.items():
+            part = new.get(name)  # a turn without pictures may lack what tells them from text
+            part = earlier.new_zeros(1, length, *earlier.shape[2:]) if part is None else part
+            part = part[:, 1:] if ends else part
             before = self.ids if name == "input_ids" else self._grown(name)
             joined[name] = torch.cat([before, part.to(before)], 1)
         return joined

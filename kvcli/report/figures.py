@@ -38,8 +38,15 @@ LIGHT = Theme("#1b1b1f", "#d8d8de", "#ffffff")
 DARK = Theme("#e8e8ee", "#3a3a44", "#17171c")
 
 
-def timeline(series: Mapping[str, Sequence[float]], theme: Theme = LIGHT, *, title: str = "KV cache") -> Figure:
-    """Bytes of the cache after each step, one line for each name; step 0 is the prompt."""
+def timeline(
+    series: Mapping[str, Sequence[float]],
+    theme: Theme = LIGHT,
+    *,
+    title: str = "KV cache",
+    starts: Sequence[int] = (),
+) -> Figure:
+    """Bytes of the cache after each step, one line for each name; step 0 is the prompt. starts: steps at which further
+    prompts came in."""
     figure, axes = _paper(7.2, 3.4, theme)
     unit, scale = _unit(max((max(values) for values in series.values()), default=0))
     for index, (name, values) in enumerate(series.items()):
@@ -48,12 +55,15 @@ def timeline(series: Mapping[str, Sequence[float]], theme: Theme = LIGHT, *, tit
         axes.plot(
             range(len(values)), heights, linewidth=1.8, label=name, marker="" if len(values) > 1 else "o", **style
         )
+    for place, start in enumerate(starts):
+        note = "next prompt" if place == 0 else None
+        axes.axvline(start, color=theme.ink, linewidth=0.8, linestyle=":", label=note)
     axes.set_title(title, color=theme.ink, loc="left", fontsize=11)
-    axes.set_xlabel("generated tokens fed", color=theme.ink)
+    axes.set_xlabel("steps: the prompt, then one for each token", color=theme.ink)
     axes.set_ylabel(unit, color=theme.ink)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(axes, theme, len(series))
+    _legend(axes, theme, len(series) + bool(starts))
     return figure
 
 
