@@ -23,21 +23,27 @@ from kvcli.policies.base import Policy
 from kvcli.policies.contract import Columns, Evict, Heads, Keep, LayerView, Queries, Rows, RowSummary, Statistic
 
 WINDOW = 5
+REDUCERS = ("sum", "squares", "max")
 LIMIT = 1e-5
 MAIN = ("llava_gqa", "qwen2_5_vl", "gemma3", "paligemma", "paligemma2", "gemma4", "mllama", "llama4", "lfm2")
 """One of each kind of attention: these are tried on every run."""
 
 COLUMNS = tuple(
     Columns(f"{reduce} {queries} {heads} {first}", reduce, queries, WINDOW, heads, heads_first=first)
-    for reduce, queries, heads, first in product(("sum", "max"), get_args(Queries), get_args(Heads), (False, True))
+    for reduce, queries, heads, first in product(
+        ("sum", "squares", "max"), get_args(Queries), get_args(Heads), (False, True)
+    )
 )
 OTHERS = tuple(
     kind(f"{kind.__name__} {queries}", queries=queries, window=WINDOW)
     for kind, queries in product((Rows, RowSummary), get_args(Queries))
 )
 WHILE_GENERATING = tuple(
-    Columns(f"{reduce} {heads}", reduce, heads=heads, decode=True)
-    for reduce, heads in product(("sum", "max"), get_args(Heads))
+    Columns(f"{reduce} {heads} {decay}", reduce, heads=heads, decode=True, decay=decay)
+    for reduce, heads, decay in [
+        *product(REDUCERS, get_args(Heads), (1.0,)),
+        *product(("sum",), get_args(Heads), (0.8,)),
+    ]
 )
 
 
@@ -132,7 +138,10 @@ def over_heads(weights: Tensor, heads: Heads, kv_heads: int) -> Tensor:
 
 def columns(asked: Columns, weights: Tensor, kv_heads: int) -> Tensor:
     """[H, rows, S] -> [A, S]."""
-    reduce = torch.sum if asked.reduce == "sum" else torch.amax
+    reduce = {"sum": torch.sum, "squares": lambda w, axis: (w * w).sum(axis), "max": torch.amax}[asked.reduce]
+    if asked.decay != 1.0:
+        later = torch.arange(weights.shape[1] - 1, -1, -1)
+        weights = weights * (asked.decay**later)[:, None]
     if not weights.shape[1]:
         return torch.zeros_like(over_heads(weights.sum(1), asked.heads, kv_heads))
     if asked.heads_first:
@@ -210,6 +219,13 @@ def test_a_window_at_the_end_alone_is_gathered_beside_stock_attention(name: str)
     asked = tuple(s for s in COLUMNS + OTHERS if s.queries == "last")
     prove(name, "statistics", largest_error(tiny, asked), LIMIT)
     prove(name, "statistics in chunks", largest_error(tiny, asked, prefill_chunk_size=4), LIMIT)
+
+
+def test_a_statistic_of_the_first_layer_is_gathered_there_alone() -> None:
+    listens = Listens().asking(Columns("first", first_layer=True), Columns("all"))
+    compressed(model("llava_gqa"), listens, 1)
+    named = {layer: set(shown) for (_, layer), shown in listens.__dict__["shown"].items()}
+    assert named == {0: {"first", "all"}, 1: {"all"}, 2: {"all"}, 3: {"all"}}
 
 
 @pytest.mark.parametrize("name", every_architecture(*MAIN))
