@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rouge_score import rouge_scorer
@@ -142,10 +142,19 @@ def compare(reference: Reference, outcome: Outcome, scores: Scores) -> Fidelity:
     )
 
 
+class Answered(Protocol):
+    """An answer and what the full cache said while it was fed; see `Reference`."""
+
+    @property
+    def answer(self) -> tuple[int, ...]: ...
+    @property
+    def logits(self) -> Tensor: ...
+
+
 class Scorer:
     """Compares raw scores, step by step, with what the full cache said."""
 
-    def __init__(self, references: Sequence[Reference]) -> None:
+    def __init__(self, references: Sequence[Answered]) -> None:
         self.references = references
         self.sums: Tensor | None = None  # [B, 4]: nll, nll_full, agreement, kl
 

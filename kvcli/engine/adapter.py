@@ -389,11 +389,11 @@ def attention(
         output = run(query, key, value, mask, scale, softcap=softcap, bias=handle.bias)
         output = output.transpose(1, 2).contiguous()
     if owner and turn is not None:
-        _after_attention(handle.layer, turn, query.shape[2], handle.columns)
+        after_attention(handle.layer, turn, query.shape[2], handle.columns)
     return output, None
 
 
-def _after_attention(layer: KVLayer, turn: Turn, queries: int, columns: Tensor | None) -> None:
+def after_attention(layer: KVLayer, turn: Turn, queries: int, columns: Tensor | None) -> None:
     """Let the policy act on a layer whose attention is done."""
     cache = layer.owner
     if columns is not None and layer is cache.ours[-1]:
