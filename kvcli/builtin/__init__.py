@@ -61,6 +61,12 @@ def ensure(progress: Callable[[str, float], None] | None = None) -> Path:
     return target
 
 
+def card() -> str:
+    """The short model card: the section "In short" of this folder's README."""
+    text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    return text.split("\n## In short\n", 1)[1].split("\n## ", 1)[0].strip()
+
+
 def register() -> None:
     """Tell transformers' auto classes about the vision tower; any number of times."""
     from transformers import AutoConfig, AutoModel

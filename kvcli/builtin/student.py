@@ -31,6 +31,7 @@ class Student(nn.Module):
     def __init__(self, language_model: Any, tokenizer: Any, neck: Neck) -> None:
         super().__init__()
         self.lm, self.neck, self.tokenizer = language_model.to(torch.bfloat16).requires_grad_(False), neck, tokenizer
+        self.lm.set_attn_implementation("eager")  # at these lengths faster backwards than sdpa on a CPU
         self.neck.requires_grad_(False)
         updates = lora.attach(self.lm.model)
         self.trainable: dict[str, Tensor] = {}
@@ -91,7 +92,6 @@ class Student(nn.Module):
                 start = stop
         sees = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
         mask = torch.zeros(sees.shape, dtype=inputs.dtype).masked_fill(~sees.tril(), torch.finfo(inputs.dtype).min)
-        self.lm.set_attn_implementation("eager" if inputs.shape[1] < 320 else "sdpa")
         states = self.lm.model(
             inputs_embeds=inputs, attention_mask=mask[:, None], position_ids=position, use_cache=False
         ).last_hidden_state
