@@ -1,0 +1,84 @@
+"""Memory of a long prompt: the T x S matrix of attention weights never exists, not even for one head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from oracle import compressed
+from test_statistics import Listens
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvcli import policies
+from kvcli.policies.base import Policy
+from kvcli.policies.contract import Columns, Rows, RowSummary
+
+LENGTH = 4096
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest storage of numbers (masks are not numbers) behind any tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.shape = 0, torch.Size()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.dtype != torch.bool:
+                size = tensor.untyped_storage().nbytes()
+                if size > self.bytes:
+                    self.bytes, self.shape = size, tensor.shape
+        return out
+
+
+def long_prompt(padding: int) -> architectures.Tiny:
+    tiny = architectures.build("llava_gqa", 1)
+    ids = torch.randint(*architectures.WORDS, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    real = torch.arange(LENGTH)[None] >= padding
+    return replace(tiny, inputs={"input_ids": ids * real, "attention_mask": real.long()})
+
+
+ASKING = Listens().asking(
+    Columns("sum", decode=True),
+    Columns("max", "max", heads="none"),
+    Columns("max of heads", "max", heads="group-mean", heads_first=True),
+    RowSummary("rows"),
+    Rows("last"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", [0, 100])
+@pytest.mark.parametrize("policy", [ASKING, policies.create("elastic"), policies.create("hae")], ids=lambda p: p.name)
+def test_whatever_is_asked_no_matrix_of_all_weights_is_ever_held(policy: Policy, padding: int) -> None:
+    hold_no_matrix(policy, padding)
+
+
+def test_column_sums_of_a_long_prompt_hold_no_matrix() -> None:
+    hold_no_matrix(policies.create("elastic"), 0)
+
+
+def hold_no_matrix(policy: Policy, padding: int) -> None:
+    tiny = long_prompt(padding)
+    with Largest() as largest:
+        compressed(tiny, policy, 2)
+    one_head = LENGTH * LENGTH * 4
+    assert largest.bytes < one_head / 2, f"a tensor of {largest.shape} was held"
+
+
+@pytest.mark.slow
+def test_eager_attention_would_be_noticed() -> None:
+    """The yardstick sees what it is meant to see."""
+    tiny = long_prompt(0)
+    with Largest() as largest:
+        tiny.model.set_attn_implementation("eager")
+        with torch.inference_mode():
+            tiny.model.generate(**tiny.inputs, max_new_tokens=1)
+    assert largest.bytes >= 4 * LENGTH * LENGTH * 4
