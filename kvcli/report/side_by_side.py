@@ -53,11 +53,11 @@ def tables(rows: Sequence[Row], plain: bool) -> list[Table]:
     true, cost = _table(plain), _table(plain)
     for table, wanted in ((true, True), (cost, False)):
         measures = [measure for measure in MEASURES if (measure.name in TRUTH) == wanted]
-        table.add_column("policy", no_wrap=True)
+        table.add_column("policy", overflow="fold", min_width=max(len(row.label) for row in rows))
         for measure in measures:
             table.add_column(measure.heading, justify="right", overflow="fold")
         if wanted:
-            table.add_column("sees question")
+            table.add_column("sees question", overflow="fold")
         for row in rows:
             question = [Text("yes" if row.sees_question else "no")] * wanted
             table.add_row(Text(row.label), *(_cell(row, measure, plain) for measure in measures), *question)

@@ -19,23 +19,25 @@ from kvcli.report import forecast, units
 SHADES = {False: " ░▒▓█", True: " .:+#"}
 BARS = {False: "▁▂▃▄▅▆▇█", True: "_.-:=+*#"}
 STYLES = {"text": "yellow", "visual": "cyan", "generated": "green"}
-SMALLEST = 1e-3
-"""Attention below this share of the largest is drawn as none."""
+SMALLEST = 1e-2
+"""Attention below this share of the brightest is drawn as none."""
+BRIGHTEST = 97
+"""Percentile of a layer's attention from which on it is drawn as the most."""
 
 Floats = npt.NDArray[np.float64]
 
 
 def attention_map(trace: Trace, width: int, plain: bool) -> Text:
-    """Layers x positions: how much attention each token got, on a logarithmic scale.
+    """Layers x positions: how much attention each token got, on a logarithmic scale of each layer's own.
 
-    From all queries of the prompt, or, for a generated token, from those that came after it.
+    From all queries of the prompt, or, for a generated token, from those that came after it. The scale ends below the
+    few largest values, so that a sink does not leave all others blank.
     """
     rows = []
     for layer in trace.layers:
         values = np.where(trace.kinds == GENERATED, layer.answer, layer.importance)
-        largest = max(float(values.max()), 1e-30)
-        level = 1 + np.log10(np.clip(values / largest, SMALLEST, 1)) / -np.log10(SMALLEST)
-        rows.append(level)
+        largest = max(float(np.percentile(values, BRIGHTEST)), 1e-30)
+        rows.append(1 + np.log10(np.clip(values / largest, SMALLEST, 1)) / -np.log10(SMALLEST))
     return _map("attention each token gets", trace, np.stack(rows), width, plain, np.max)
 
 
@@ -48,11 +50,11 @@ def kept_map(trace: Trace, width: int, plain: bool) -> Text:
 def layer_table(trace: Trace, plain: bool) -> Table:
     """Entropy, sparsity, entries, and the share kept of each kind of token, layer by layer."""
     table = _table(plain)
-    table.add_column("layer", justify="right")
+    table.add_column("layer", justify="right", overflow="fold")
     for name in ("entropy", "sparsity", "entries"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for name in KINDS:
-        table.add_column(f"{name} kept", justify="right", style=STYLES[name])
+        table.add_column(f"{name} kept", justify="right", style=STYLES[name], overflow="fold")
     entries = trace.held()[:, -1].sum(-1)
     for layer, held, shares in zip(trace.layers, entries, trace.kept_share(), strict=True):
         numbers = (f"{layer.entropy:.2f}", units.share(layer.sparsity), f"{held:.0f}")
@@ -78,9 +80,9 @@ def timeline(series: Mapping[str, Sequence[float]], width: int, plain: bool) -> 
 def forecast_table(load: forecast.Load, batch: int, memory: int, plain: bool) -> Table:
     """What compression will bring for one row of this length, and in batches."""
     table = _table(plain)
-    table.add_column("forecast")
-    table.add_column("full", justify="right")
-    table.add_column("compressed", justify="right")
+    table.add_column("forecast", overflow="fold")
+    table.add_column("full", justify="right", overflow="fold")
+    table.add_column("compressed", justify="right", overflow="fold")
     kept = load.kept + min(load.growth, load.new_tokens)
     table.add_row("entries at the end", f"{load.prompt + load.new_tokens:,}", f"{kept:,}")
     table.add_row("cache of one row, peak", units.size(load.peak_full), units.size(load.peak))
