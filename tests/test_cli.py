@@ -5,6 +5,9 @@ A dozen tests start the real process; the others run the same application in thi
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json
 import multiprocessing
 import os
@@ -22,7 +25,9 @@ import pytest
 from conftest import command_environment
 from typer.testing import CliRunner, Result
 
+from kvcli.cli import errors
 from kvcli.cli.app import app, main
+from kvcli.errors import StartError
 
 Command = Callable[..., subprocess.CompletedProcess[bytes]]
 TINY = ("--max-new-tokens", "6", "--budget", "0.3")
@@ -87,6 +92,9 @@ def test_quick_commands_import_no_torch(arguments: list[str]) -> None:
         (["describe", "nothing*.jpg"], "no picture found"),
         (["describe", "x.jpg", "--bugdet", "1"], "--budget"),
         (["describe", "x.jpg", "--budget", "0"], "--budget must be a share kept"),
+        (["describe", "x.jpg", "--budget", "2"], "at least 3 entries"),
+        (["describe", "x.jpg", "-0"], "--from-file"),
+        (["describe", "x.jpg", "--temperature", "1", "--num-beams", "3"], "don't mix"),
         (["describe", "x.jpg", "--policy", "elastik"], "did you mean 'elastic'"),
         (["describe", "x.jpg", "--set", "distanse=3"], "did you mean 'distance'"),
         (["describe", "x.jpg", "--set", "distance"], "--set must be name=value"),
@@ -110,13 +118,27 @@ def test_a_usage_error_is_one_line_and_2(run: Callable[..., Result], arguments: 
     assert done[1] == ""
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (StartError("no model"), 1, "kvcli: no model\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "r.jsonl"), 1, "kvcli: r.jsonl: No space left on device"),
+        (KeyboardInterrupt(), 130, "kvcli: interrupted\n"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
+        (RuntimeError("two\nlines"), 1, "kvcli: RuntimeError: two lines"),
+    ],
+)
+def test_what_ends_a_run_has_its_code(
+    capsys: pytest.CaptureFixture[str], error: BaseException, code: int, said: str
+) -> None:
+    assert errors.report(error) == code
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(said)
+    assert stderr.count("\n") == bool(said)
+
+
 def main_in_process(arguments: list[str]) -> tuple[int, str, str]:
     """`kvcli` with its own error handling, in this process: (exit code, stdout, stderr)."""
-    import contextlib
-    import io
-
-    from kvcli.cli import errors
-
     out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
     before, sys.argv = sys.argv, ["kvcli", *arguments]
     try:
@@ -293,7 +315,7 @@ def test_exit_codes_of_failures(run: Callable[..., Result], pictures: Path, name
 
 
 def test_a_model_that_cannot_be_had_is_1(run: Callable[..., Result], pictures: Path) -> None:
-    done = run("describe", pictures / "photo1.png", "--model", "nobody/nothing", "--offline")
+    done = run("describe", pictures / "photo1.png", "--model", "nobody/nothing", "--offline", "--json")
     assert (done.exit_code, done.stdout) == (1, "")
     assert "nobody/nothing" in one_line(done.stderr)
 

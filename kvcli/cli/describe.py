@@ -44,9 +44,9 @@ def describe(inputs: list[str], settings: Resolved) -> int:
     from kvcli.cli import outputs
 
     output = outputs.choose(settings, screen, alone=alone)
-    tally = Tally(started=time.monotonic())
+    tally = Tally()
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: output.close(tally.summary()))
+        stack.callback(lambda: output.close(tally.summary() if tally.started else None))
         with run.stdout_is_data():
             session = run.load_session(settings, screen, clock)
             work = make_work(session, policy, prompt, settings)
@@ -91,7 +91,7 @@ def make_work(session: Session, policy: Any, prompt: str, settings: Resolved) ->
 class Tally:
     """Counts of a run."""
 
-    started: float
+    started: float | None = None
     done: int = 0
     skipped: int = 0
     strays: int = 0
@@ -110,6 +110,11 @@ class Tally:
             self.done += 1
             self.generated += entry["tokens"]["generated"]
 
+    @property
+    def seconds(self) -> float:
+        """Since the first picture was taken up."""
+        return 0.0 if self.started is None else time.monotonic() - self.started
+
     def exit_code(self) -> int:
         if not self.failed:
             return errors.OK
@@ -118,13 +123,12 @@ class Tally:
     def summary(self) -> JSON:
         from kvcli.records import SCHEMA
 
-        seconds = time.monotonic() - self.started
         counts = {name: getattr(self, name) for name in ("done", "skipped", "strays", "failed")}
         return {
             "schema": SCHEMA,
             **counts,
             "generated_tokens": self.generated,
-            "seconds": round(seconds, 3),
+            "seconds": round(self.seconds, 3),
             "halted": self.halted,
         }
 
@@ -240,7 +244,7 @@ def _close(tally: Tally, screen: Terminal, output: Output, alone: bool) -> None:
     """The closing summary; a single picture needs none."""
     if alone and not tally.halted and not tally.skipped:
         return
-    seconds = max(1e-9, time.monotonic() - tally.started)
+    seconds = max(1e-9, tally.seconds)
     parts = [
         f"{tally.done} done",
         f"{tally.skipped} skipped",

@@ -187,6 +187,22 @@ def picture_command(function: Callable[..., int | None]) -> Callable[..., None]:
     return command
 
 
+def _policies_like(incomplete: str) -> list[tuple[str, str]]:
+    from kvcli.policies import names
+
+    return [(name, text) for name, text in names().items() if name.startswith(incomplete)]
+
+
+def _profiles_like(incomplete: str) -> list[tuple[str, str]]:
+    from kvcli.cli.settings import profiles, summary
+
+    return [(name, summary(path)) for name, path in profiles().items() if name.startswith(incomplete)]
+
+
+COMPLETIONS = {"policy": _policies_like}
+"""What the shell offers for a flag's value."""
+
+
 def _parameters() -> list[inspect.Parameter]:
     result = []
     for field, flag in FIELDS.items():
@@ -202,7 +218,14 @@ def _parameters() -> list[inspect.Parameter]:
 def _profile() -> inspect.Parameter:
     """The one flag that is no setting but a source of settings."""
     help = "Named settings, or a YAML file of them: see `kvcli config --list`."
-    option = typer.Option("--profile", metavar="NAME|FILE", help=help, rich_help_panel=RUN, show_default=False)
+    option = typer.Option(
+        "--profile",
+        metavar="NAME|FILE",
+        help=help,
+        rich_help_panel=RUN,
+        show_default=False,
+        autocompletion=_profiles_like,
+    )
     return _parameter("profile", str | None, option)
 
 
@@ -224,6 +247,8 @@ def _valued(field: str, flag: Flag) -> inspect.Parameter:
     if flag.kind.form == "count":
         option = typer.Option(f"--{flag_name(field)}", *flag.short, count=True, **common)
         return _parameter(field, int, option, default=0)
+    if field in COMPLETIONS:
+        common["autocompletion"] = COMPLETIONS[field]
     option = typer.Option(f"--{flag_name(field)}", *flag.short, metavar=flag.kind.label, **common)
     return _parameter(field, list[str] | None if flag.kind.form == "many" else str | None, option)
 

@@ -35,8 +35,8 @@ class Output(Protocol):
     def put(self, job: Job, entry: JSON) -> None:
         """Take the record of a job. Raises `PictureError` when only this one can't be written."""
 
-    def close(self, summary: JSON) -> None:
-        """The run is over."""
+    def close(self, summary: JSON | None) -> None:
+        """The run is over; without a summary it never began."""
 
 
 def choose(settings: Settings, terminal: Terminal, *, alone: bool) -> Output:
@@ -102,7 +102,7 @@ class Stdout:
     def admit(self, job: Job) -> None:
         """Anything may go to stdout."""
 
-    def close(self, summary: JSON) -> None:
+    def close(self, summary: JSON | None) -> None:
         """Nothing is left to write."""
 
     def _write(self, data: bytes) -> None:
@@ -128,7 +128,9 @@ class JsonDocument(Stdout):
         self._write((b", " if self._count else self._head(entry["schema"])) + encode(entry))
         self._count += 1
 
-    def close(self, summary: JSON) -> None:
+    def close(self, summary: JSON | None) -> None:
+        if summary is None:
+            return
         head = b"" if self._count else self._head(summary["schema"])
         self._write(head + b'], "summary": ' + encode(summary) + b"}\n")
 
@@ -181,7 +183,7 @@ class Records:
     def put(self, job: Job, entry: JSON) -> None:
         self._file.write(entry)
 
-    def close(self, summary: JSON) -> None:
+    def close(self, summary: JSON | None) -> None:
         self._file.close()
 
 
@@ -211,7 +213,7 @@ class TextFiles:
         if self._records:
             self._records.write(entry)
 
-    def close(self, summary: JSON) -> None:
+    def close(self, summary: JSON | None) -> None:
         if self._records:
             self._records.close()
 

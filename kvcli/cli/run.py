@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvcli.jobs import Job, Stray
     from kvcli.policies.base import Policy
 
+LONG_PROMPT = 2**20
 BORN = time.perf_counter()
 """About when the process began: this module is read with the command line."""
 
@@ -58,7 +59,9 @@ def make_policy(settings: Settings) -> Policy:
     budget = {} if settings.budget is None else {"budget": settings.budget}
     if "budget" in settings.set:
         raise UsageError("give the budget as --budget, not as --set budget=")
-    return policies.create(settings.policy, **budget, **settings.set)
+    policy = policies.create(settings.policy, **budget, **settings.set)
+    policy.target(LONG_PROMPT)  # a count that is too small for the policy is refused here, not at each picture
+    return policy
 
 
 def make_decoding(settings: Settings) -> Decoding:
@@ -79,6 +82,9 @@ def make_decoding(settings: Settings) -> Decoding:
 def find_jobs(inputs: list[str], settings: Settings) -> Iterator[Job | Stray]:
     """The pictures. Raises `UsageError` when there are none."""
     from kvcli import inputs as finder
+
+    if settings.null and not settings.from_file:
+        raise UsageError("-0 says how --from-file separates its paths, and there is no --from-file")
 
     return finder.find(
         inputs,
@@ -126,6 +132,8 @@ def load_session(settings: Settings, screen: Terminal, clock: Clock) -> Session:
         from transformers.utils import logging
 
         from kvcli.engine.session import Session
+
+        make_decoding(settings)  # what makes no sense is refused before anything is loaded
     if not _libraries_may_draw(settings):
         logging.disable_progress_bar()
     with clock.span("load"), Loading(screen) as loading:

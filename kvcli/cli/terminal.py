@@ -80,7 +80,7 @@ class Terminal:
         self.interactive = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._wants_progress = progress and not quiet
         self._bar: Any = None
-        self._started = self._last = time.monotonic()
+        self._started = time.monotonic()
         self.total: int | None = None
         self.failed = 0
         self._settled = 0
@@ -118,27 +118,31 @@ class Terminal:
 
         count: counts all pictures, run in a thread since it may take long; the time left is shown once it is known.
         """
-        self._started = self._last = time.monotonic()
+        over = threading.Event()
+        self._started = time.monotonic()
         if self._wants_progress and count:
             threading.Thread(target=self._learn_total, args=(count,), daemon=True).start()
             if self.interactive:
                 self._bar = self._new_bar()
+            else:
+                threading.Thread(target=self._plain_lines, args=(over,), daemon=True).start()
         try:
             yield
         finally:
+            over.set()
             if self._bar is not None:
                 self._bar.close()
                 self._bar = None
-            self._wants_progress = False
 
     def _new_bar(self) -> Any:
         from tqdm import tqdm
 
+        columns = os.environ.get("COLUMNS", "")
         ascii_only = (sys.stderr.encoding or "").lower().replace("-", "") != "utf8"
-        return tqdm(
-            file=sys.stderr, unit="pic", dynamic_ncols="COLUMNS" not in os.environ, leave=False, ascii=ascii_only,
-            ncols=int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdigit() else None,
-        )  # fmt: skip
+        width = int(columns) if columns.isdigit() else None
+        # pictures come in batches: the rate over the whole run is steadier than that of the last few
+        return tqdm(file=sys.stderr, unit="pic", ncols=width, dynamic_ncols=width is None, leave=False,
+                    ascii=ascii_only, smoothing=0)  # fmt: skip
 
     def _learn_total(self, count: Callable[[], int | None]) -> None:
         with contextlib.suppress(Exception):  # what is wrong with the inputs is said by the run itself
@@ -152,17 +156,21 @@ class Terminal:
             self._bar.total = self.total
             self._bar.set_postfix_str(f"{self.failed} failed", refresh=False)
             self._bar.update()
-        elif self._wants_progress and time.monotonic() - self._last >= PLAIN_EVERY:
-            self._last = time.monotonic()
-            self._plain_line()
 
-    def _plain_line(self) -> None:
-        elapsed = time.monotonic() - self._started
-        parts = [f"{self._settled:,}" + (f" of {self.total:,}" if self.total else "")]
-        parts += [f"{self.failed} failed", f"{self._settled / elapsed:.2f} pictures/s"]
+    def _plain_lines(self, over: threading.Event) -> None:
+        last = 0
+        while not over.wait(PLAIN_EVERY):
+            if self._settled > last:
+                last = self._settled
+                self.note(self._state())
+
+    def _state(self) -> str:
+        elapsed, settled = time.monotonic() - self._started, self._settled
+        parts = [f"{settled:,}" + (f" of {self.total:,}" if self.total else "")]
+        parts += [f"{self.failed} failed", f"{settled / elapsed:.2f} pictures/s"]
         if self.total:
-            parts.append(f"{duration((self.total - self._settled) * elapsed / self._settled)} left")
-        self.note(", ".join(parts))
+            parts.append(f"{duration((self.total - settled) * elapsed / settled)} left")
+        return ", ".join(parts)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
