@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import kvcli
-from kvcli.cli import compare, config, describe, doctor, errors, policies, profile, story
+from kvcli.cli import compare, config, describe, doctor, errors, models, policies, profile, story
 
 app = typer.Typer(
     cls=errors.Group,
@@ -27,6 +27,7 @@ app.command("profile")(profile.profile)
 app.command("compare")(compare.compare)
 app.command("story")(story.story)
 app.command("policies")(policies.policies)
+app.add_typer(models.app, name="models")
 app.command("doctor")(doctor.doctor)
 app.command("config")(config.config)
 

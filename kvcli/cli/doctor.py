@@ -101,11 +101,11 @@ def _model(settings: Resolved) -> dict[str, Any]:
 
 def _print(report: dict[str, Any]) -> None:
     for name in ("kvcli", "python", "device", "dtype", "cpu"):
-        print(f"{name:<13}{report[name]}")
+        print(f"{name:<16}{report[name]}")
     for package, found in report["packages"].items():
-        print(f"{package:<13}{found or 'not installed'}")
+        print(f"{package:<16}{found or 'not installed'}")
     for name, value in report["hub"].items():
-        print(f"{name:<13}{value or 'not set'}")
+        print(f"{name:<16}{value or 'not set'}")
     if "model" in report:
         print()
         _print_layers(report["model"])
@@ -113,7 +113,7 @@ def _print(report: dict[str, Any]) -> None:
 
 def _print_layers(model: dict[str, Any]) -> None:
     """Runs of layers of one kind on one line."""
-    print(f"{'model':<13}{model['name']} ({model['revision']})")
+    print(f"{'model':<16}{model['name']} ({model['revision']})")
     groups: list[tuple[tuple[Any, ...], list[int]]] = []
     for row in model["layers"]:
         key = (row["kind"], row["compressible"], row["reason"])
