@@ -50,7 +50,7 @@ def load(
 
     Raises `StartError` when it can't be had or does not fit, `UsageError` for an unknown device or type.
     """
-    where, hub_revision = _locate(name, progress)
+    where, hub_revision = _locate(name, offline, progress)
     shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": offline}
     if hub_revision:
         shared["revision"] = hub_revision
@@ -118,11 +118,13 @@ def _cpu_has_bfloat16() -> bool:
     return any(getattr(torch.cpu, name, lambda: False)() for name in names)
 
 
-def _locate(name: str, progress: Callable[[str, float], None] | None) -> tuple[str, str | None]:
+def _locate(name: str, offline: bool, progress: Callable[[str, float], None] | None) -> tuple[str, str | None]:
     """(folder or hub id, hub revision)."""
     if name == BUILTIN:
         from kvcli import builtin
 
+        if offline and not builtin.ready():
+            raise StartError("the built-in model is not here yet; run `kvcli models pull` once without --offline")
         folder = builtin.ensure(progress)
         builtin.register()
         return str(folder), None
