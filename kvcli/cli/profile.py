@@ -11,7 +11,7 @@ from kvcli.cli import errors, run, study
 from kvcli.cli.options import picture_command
 from kvcli.cli.settings import Resolved
 from kvcli.cli.terminal import Terminal
-from kvcli.errors import UsageError
+from kvcli.errors import PictureError, UsageError
 
 if TYPE_CHECKING:
     from kvcli.engine.session import Outcome, Prepared, Session
@@ -63,7 +63,11 @@ def profile(
     if len(jobs) != 1:
         raise UsageError(f"profile looks at one picture, not {len(jobs)}; or at several in one prompt with --together")
     folder = None if forecast else study.empty_folder(settings)
-    opened = study.open_job(jobs[0], prompt, settings, screen)
+    try:
+        opened = study.open_job(jobs[0], prompt, settings, screen)
+    except PictureError as error:
+        screen.error(f"{jobs[0].id}: {error}")
+        return errors.ALL_FAILED
     with run.stdout_is_data():
         session = run.load_session(settings, screen, clock)
         prepared = session.prepare(opened.request)

@@ -15,7 +15,7 @@ from kvcli.cli import errors, run, study
 from kvcli.cli.options import picture_command
 from kvcli.cli.settings import Resolved
 from kvcli.cli.terminal import Interrupts, Terminal, clean, size
-from kvcli.errors import UsageError
+from kvcli.errors import PictureError, UsageError
 
 if TYPE_CHECKING:
     from kvcli.engine.conversation import Conversation
@@ -67,7 +67,13 @@ def story(
     jobs = list(study.only_jobs(run.find_jobs(inputs, settings), screen))
     share = max(1, round(words / len(jobs)))
     prompts = [asked or opening(share, style), *[following(share)] * (len(jobs) - 1)]
-    pictures = [study.open_job(job, prompt, settings, screen) for job, prompt in zip(jobs, prompts, strict=True)]
+    pictures = []
+    for job, prompt in zip(jobs, prompts, strict=True):
+        try:
+            pictures.append(study.open_job(job, prompt, settings, screen))
+        except PictureError as error:
+            screen.error(f"{job.id}: {error}")
+            return errors.ALL_FAILED
     with run.stdout_is_data():
         from kvcli.engine.conversation import Conversation
 
