@@ -1,4 +1,4 @@
-"""Memory of a long prompt: the T x S matrix of attention weights never exists, not even for one head."""
+"""Memory: the T x S matrix of attention weights never exists, and sliding layers hold no more than they see."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import architectures
 import pytest
 import torch
 from oracle import compressed
+from proofs import prove
 from test_statistics import Listens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvcli import policies
+from kvcli.engine.run import SLACK
 from kvcli.policies.base import Policy
 from kvcli.policies.contract import Columns, Rows, RowSummary
+from kvcli.policies.full import Full
 
 LENGTH = 4096
 
@@ -82,3 +85,31 @@ def test_eager_attention_would_be_noticed() -> None:
         with torch.inference_mode():
             tiny.model.generate(**tiny.inputs, max_new_tokens=1)
     assert largest.bytes >= 4 * LENGTH * LENGTH * 4
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Full(), pytest.param(policies.create("snapkv", budget=1.0), marks=pytest.mark.slow)],
+    ids=lambda p: p.name,
+)
+def test_a_sliding_layer_holds_its_window_and_the_longest_draft(policy: Policy) -> None:
+    """What slid out is freed also under a policy that keeps everything, and nothing that is seen is lost."""
+    tiny, steps = architectures.build("gemma3", 2), 150
+    told = {"max_new_tokens": steps, "return_dict_in_generate": True, "output_logits": True}
+    with torch.inference_mode():
+        stock = tiny.model.generate(**tiny.inputs, **tiny.generate_kwargs, **told)
+    ours = compressed(tiny, policy, steps)
+    assert torch.equal(ours.tokens, stock.sequences)
+    slots = {layer.kind: layer.store.extent for layer in ours.cache.ours}
+    assert slots["full_attention"] == ours.cache.ours[0].store.seen
+    assert slots["sliding_attention"] <= ours.cache.ours[0].window + 2 * SLACK + 1
+    prove("gemma3", "stock", float((ours.logits - torch.stack(stock.logits)).abs().max() / ours.logits.abs().max()))
+
+
+@pytest.mark.slow
+def test_drafts_are_taken_back_after_entries_slid_out() -> None:
+    tiny, steps = architectures.build("gemma3", 1), 180
+    plain = compressed(tiny, Full(), steps)
+    drafted = compressed(tiny, Full(), steps, prompt_lookup_num_tokens=10)
+    assert torch.equal(plain.tokens, drafted.tokens)
+    assert drafted.cache.ours[0].store.extent <= drafted.cache.ours[0].window + 2 * SLACK + 11

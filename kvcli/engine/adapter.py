@@ -37,7 +37,7 @@ from kvcli.engine.coordinates import Coordinates, locating
 from kvcli.engine.hidden import Survivors, hiding, survivors
 from kvcli.engine.masks import physical_mask
 from kvcli.engine.rotary import Rotator
-from kvcli.engine.run import Turn
+from kvcli.engine.run import SLACK, Turn
 from kvcli.errors import StartError
 from kvcli.policies.base import Policy
 from kvcli.policies.contract import Prompt
@@ -130,6 +130,8 @@ class KVLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
+        if self.turn is not None and self.turn.slid and abs(tokens_to_remove) > SLACK:
+            raise ValueError(f"a sliding window can give back {SLACK} tokens at most, not {abs(tokens_to_remove)}")
         if tokens_to_remove:
             self.store.crop(abs(tokens_to_remove))
 
@@ -411,8 +413,10 @@ def after_attention(layer: KVLayer, turn: Turn, queries: int, columns: Tensor | 
                 each.apply(answer)
             for other in cache.ours:
                 cache.account(other)
-    elif turn.step > 0 and queries == 1 and cache.policy.acts_in_decode:
-        turn.evict()
+    elif turn.step > 0:
+        turn.slide()
+        if queries == 1 and cache.policy.acts_in_decode:
+            turn.evict()
 
 
 AttentionInterface.register(NAME, attention)

@@ -54,7 +54,6 @@ class Gather:
             wide = torch.nn.functional.pad(weights, (0, self.slots - weights.shape[-1]))
             self.value = _last_rows(self.statistic, self.value, wide, chosen)
 
-
     def _fade(self, chosen: Tensor, dtype: torch.dtype) -> Tensor:
         """Weights [B, b] of the rows at hand, after what was gathered before has lost its share."""
         assert isinstance(self.statistic, Columns)

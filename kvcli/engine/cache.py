@@ -111,10 +111,10 @@ class LayerCache:
     def append(self, keys: Tensor, values: Tensor, room: int = 0) -> None:
         """Add T entries [B, Hkv, T, D] at the next columns; `room`: slots to reserve beyond them if space must be made.
 
-        One entry (T = 1) goes to a free slot where every row has one; several always go to the end.
+        They go to free slots where every row has enough of them, else to the end.
         """
         count = keys.shape[2]
-        if count == 1 and self.free and min(self.free) > 0:
+        if self.free and min(self.free) >= count:
             self._reuse(keys, values)
         else:
             self._extend(keys, values, room)
@@ -154,14 +154,17 @@ class LayerCache:
         assert self.keys is not None
         assert self.values is not None
         assert self.positions is not None
-        slots = (self.located() < 0).to(torch.uint8).argmax(-1, keepdim=True)  # the first free one: [B, P, 1]
+        count, taken = keys.shape[2], (self.located() >= 0).to(torch.uint8)
+        # the first free ones: [B, P, T]
+        slots = taken.argmin(-1, keepdim=True) if count == 1 else taken.sort(stable=True).indices[..., :count]
         for buffer, new in ((self.keys, keys), (self.values, values)):
             buffer.scatter_(2, slots[..., None].expand(-1, new.shape[1], -1, new.shape[-1]), new)
-        self.positions = self.positions.scatter(-1, slots, self.seen)
+        columns = torch.arange(self.seen, self.seen + count, device=keys.device).expand_as(slots)
+        self.positions = self.positions.scatter(-1, slots, columns)
         for name in self.side:
             tensor = self._side_of_heads(name, slots.shape[1])
             tensor.scatter_(-1, match_heads(slots, tensor), FRESH.get(name, 0.0))
-        self.free = [free - 1 for free in self.free]
+        self.free = [free - count for free in self.free]
         self.tail = 0
 
     def keep(

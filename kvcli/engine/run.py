@@ -15,8 +15,11 @@ from kvcli.engine.attention import Gather, Latest, Listener, attend, attend_and_
 from kvcli.engine.cache import LayerCache
 from kvcli.engine.coordinates import Coordinates
 from kvcli.engine.rotary import Rotator
-from kvcli.policies.base import Policy
+from kvcli.policies.base import Policy, keep_where
 from kvcli.policies.contract import Columns, Evict, Keep, LayerView, Prompt, Statistic
+
+SLACK = 64
+"""Columns that a sliding layer holds beyond its window while generating: the longest draft that can be taken back."""
 
 
 @dataclass
@@ -26,7 +29,7 @@ class Turn:
     gathered: statistics that do not follow entries (raw rows, row summaries), until the prompt is compressed.
     weights: [B, H, S] of the newest query, for policies that ask. columns: int64 [B, 1, T] of the queries at hand,
     where they are not simply the newest ones. first: whether no layer that a policy acts on comes before this one.
-    shared: see `LayerView`.
+    shared: see `LayerView`. slid: the last column that was freed because no later token can see it.
     """
 
     layer: int
@@ -43,6 +46,7 @@ class Turn:
     weights: Tensor | None = None
     columns: Tensor | None = None
     compressed: bool = False
+    slid: int = 0
 
     @property
     def step(self) -> int:
@@ -127,6 +131,7 @@ class Turn:
     def apply(self, answer: Keep | None) -> None:
         """Carry out what the policy decided after the prompt."""
         self.gathered = {}
+        answer = answer or self._within_window()
         if answer is None:
             return
         side = {"counts": answer.counts, "bias": answer.bias, **answer.side}
@@ -136,14 +141,12 @@ class Turn:
             keys=answer.keys,
             values=answer.values,
             side={name: value for name, value in side.items() if value is not None},
-            room=self.policy.growth(self.prompt),
+            room=self.growth,
         )
         self.compressed = True
 
     def evict(self) -> None:
         """Ask the policy what leaves after this generated token, and let it leave."""
-        if self.compressed and self.window is not None:
-            self._expire(self.window)
         answer: Evict | None = self.policy.evict(self.view())
         self.weights = None
         if answer is not None:
@@ -153,12 +156,40 @@ class Turn:
                 self.store.rewrite(*answer.rewrite)
             self.store.evict(answer.slots, answer.leaving)
 
+    def slide(self) -> None:
+        """Free what slid out of the window, which no later token can see.
+
+        Each token by token for a policy that counts what is held; else now and then, some columns late, so that drafts
+        can be taken back.
+        """
+        if self.window is None:
+            return
+        late = 0 if self.policy.acts_in_decode else SLACK
+        end = self.store.seen - self.window - late
+        if late == 0 or end - self.slid >= SLACK:
+            self._expire(end)
+            self.slid = end
+
+    @property
+    def growth(self) -> int:
+        """Slots to reserve for what is generated."""
+        growth = self.policy.growth(self.prompt)
+        return growth if self.window is None else min(growth, 2 * SLACK)
+
     # --- inside
 
-    def _expire(self, window: int) -> None:
-        """Free what slid out of the window, which no later token can see: it must not count as held."""
+    def _within_window(self) -> Keep | None:
+        """What a sliding layer keeps of a prompt that the policy leaves alone: all that a later token can see."""
+        if self.window is None or self.store.seen < self.window:
+            return None
+        self.slid = self.store.seen - self.window
+        positions = self._to_keep(self.store.located())
+        return keep_where(positions >= 0, positions, self._held())
+
+    def _expire(self, end: int) -> None:
+        """Free the columns up to `end`."""
         located = self.store.located()
-        gone = (located >= 0) & (located <= self.store.seen - window)
+        gone = (located >= 0) & (located <= end)
         counts = gone.sum(-1)
         if most := int(counts.max()):
             chosen, slots = gone.to(torch.uint8).topk(most, -1)
