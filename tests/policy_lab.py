@@ -7,14 +7,14 @@ in each test file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import architectures
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessorList
 
 from kvcli.engine.adapter import KVCache, attached
 from kvcli.engine.rotary import Rotator
@@ -34,11 +34,12 @@ class Seen:
 
 @dataclass
 class Run:
-    """One generation: token ids, logits [B, V] of each step, the cache as it was left."""
+    """One generation: token ids, logits [B, V] of each step, the cache as it was left, scores of beams if any."""
 
     sequences: Tensor
     logits: list[Tensor]
     cache: KVCache
+    scores: list[float] = field(default_factory=list)
 
     def kept(self, layer: int = 0) -> list[list[list[int]]]:
         """The positions that a layer holds at the end, of each row and head, ascending."""
@@ -73,14 +74,19 @@ def settings(model: architectures.Tiny, new_tokens: int = NEW_TOKENS) -> dict[st
     }
 
 
-def generate(model: architectures.Tiny, policy: Policy, new_tokens: int = NEW_TOKENS) -> Run:
-    """Greedy generation under a policy."""
+def generate(
+    model: architectures.Tiny, policy: Policy, new_tokens: int = NEW_TOKENS, processors: Sequence[Any] = (), **more: Any
+) -> Run:
+    """Generation under a policy, greedy unless `more` says otherwise."""
     held = KVCache(model.model.config, policy, rotator(model.name) if policy.needs_rotation else None)
     held.announce(prompt_of(model, new_tokens))
     with torch.inference_mode(), attached(model.model, held):
-        out = model.model.generate(**settings(model, new_tokens), cache=held)
+        out = model.model.generate(
+            **settings(model, new_tokens), cache=held, logits_processor=LogitsProcessorList(processors), **more
+        )
     assert out.cache is held
-    return Run(out.sequences, list(out.logits), held)
+    scores = getattr(out, "sequences_scores", None)
+    return Run(out.sequences, list(out.logits), held, [] if scores is None else scores.tolist())
 
 
 @cache

@@ -10,6 +10,9 @@ import torch
 from policy_lab import generate, prompt_of, settings, tiny
 
 from kvcli import policies
+from kvcli.engine.adapter import attached
+from kvcli.engine.forcing import Force
+from kvcli.policies.contract import Prompt
 
 TOKENS = 8
 ARCHITECTURES = ["llava_gqa", "qwen2_5_vl", "gemma3", "paligemma"]
@@ -128,3 +131,50 @@ def test_policies_are_listed_without_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == len(POLICIES) + 1
+
+
+def forced(model: architectures.Tiny, asked, answers: torch.Tensor) -> list[float]:
+    """Summed log-probability of an answer for each row, fed token by token under a policy."""
+    run = generate(model, asked, answers.shape[1], [Force(answers.tolist(), architectures.PAD)])
+    steps = zip(run.logits, answers.T, strict=True)
+    return sum(logits.double().log_softmax(-1).gather(-1, token[:, None])[:, 0] for logits, token in steps).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {}) for name in POLICIES]
+    + [
+        ("hae", {"bin": 2, "marks": "fixed"}),
+        ("scissorhands", {"drop": 2}),
+        ("elastic", {"discard": "frequency", "distance": 3, "decode": "bounded"}),
+    ],
+)
+def test_beams_carry_what_a_policy_remembers(name, options):
+    """A beam's score is that of its text fed without beams: nothing was mixed up when beams changed places."""
+    model, asked = tiny("llava_gqa", 3), policy(name, **options)
+    run = generate(model, asked, TOKENS, num_beams=3, output_scores=True)
+    answers = run.sequences[:, prompt_of(model).columns :]
+    assert [score * TOKENS for score in run.scores] == pytest.approx(forced(model, asked, answers), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_later_turn_is_compressed_together_with_what_the_first_left(name):
+    """The cache of turn one goes on with a longer prompt, and is held to the budget of all that was said."""
+    model, asked = tiny("llava_gqa"), policy(name)
+    run = generate(model, asked, TOKENS)
+    words = torch.arange(20, 37)[None]
+    ids = torch.cat([run.sequences, words], 1)
+    cache, lengths = run.cache, (ids.shape[1],)
+    cache.announce(Prompt(torch.ones_like(ids, dtype=torch.bool), ids == model.image_token, lengths, TOKENS))
+    with torch.inference_mode(), attached(model.model, cache):
+        out = model.model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=TOKENS, do_sample=False
+        )
+    assert out.shape == (1, ids.shape[1] + TOKENS)
+    for layer in cache.ours:
+        assert layer.store.kept == [asked.target(lengths[0])]
+        assert layer.store.seen == ids.shape[1] + TOKENS - 1
+        for head in layer.store.located()[0]:
+            held = [p for p in head.tolist() if p >= 0]
+            assert len(held) == len(set(held))
+            assert len(held) <= layer.store.kept[0] + asked.growth(cache.prompt)
