@@ -137,6 +137,7 @@ def talk(model: Tiny, held: Any, turns: Sequence[Later], steps: int) -> list[Res
     results = [generate(model, held, steps)]
     per_token = [name for name, value in model.inputs.items() if value.shape == model.inputs["input_ids"].shape]
     known = {name: model.inputs[name] for name in per_token}
+    known_grids = [model.inputs["image_grid_thw"]] if "image_grid_thw" in model.inputs else []
     for turn in turns:
         ids = torch.cat([results[-1].tokens, turn.ids], 1)
         grown = {
@@ -150,8 +151,22 @@ def talk(model: Tiny, held: Any, turns: Sequence[Later], steps: int) -> list[Res
         if isinstance(held, KVCache):
             real = known["attention_mask"].bool()
             held.announce(Prompt(real, ids == model.image_token, tuple(real.sum(1).tolist()), steps))
+        if "image_grid_thw" in turn.pictures:
+            known_grids.append(turn.pictures["image_grid_thw"])
+            turn.pictures["position_ids"] = placed(model, known, torch.cat(known_grids))
         results.append(generate(replace(model, inputs={**known, **turn.pictures}), held, steps))
     return results
+
+
+def placed(model: Tiny, known: dict[str, Tensor], grids: Tensor) -> Tensor:
+    """Positions [4, B, L] of a whole conversation, for models that would number a later picture as if it were the
+    first one. They also keep the distance between columns and positions on the model."""
+    per_token = {name: value for name, value in known.items() if name != "input_ids"}
+    spatial, model.model.model.rope_deltas = model.model.model.get_rope_index(
+        known["input_ids"], image_grid_thw=grids, **per_token
+    )
+    columns = torch.arange(known["input_ids"].shape[1]).expand(1, *known["input_ids"].shape)
+    return torch.cat([columns, spatial])
 
 
 def conversation_error(model: Tiny, policy: Policy, turns: Sequence[Later], steps: int = 5) -> float:
@@ -176,11 +191,48 @@ def test_later_turns_of_text(name: str) -> None:
     prove(name, "later text", max(conversation_error(model, policy, turns) for policy in (PER_HEAD, GROWING)))
 
 
-@pytest.mark.parametrize("name", ["llava_gqa", "smolvlm", "internvl", "mistral3", "gemma3", "paligemma"])
+LATER_PICTURES = (
+    "llava_gqa",
+    "smolvlm",
+    "internvl",
+    "mistral3",
+    "gemma3",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "glm4v",
+)
+
+
+@pytest.mark.parametrize("name", [*LATER_PICTURES, "paligemma"])
 def test_a_later_turn_with_a_new_picture(name: str) -> None:
     model = tiny(name, 1)
     turns = [picture(model, 1), text(model, 3)]
     prove(name, "later picture", conversation_error(model, PER_HEAD, turns))
+
+
+@pytest.mark.parametrize("name", LATER_PICTURES)
+def test_a_later_picture_is_seen_as_if_everything_were_read_anew(name: str) -> None:
+    model, turn = tiny(name, 1), picture(tiny(name, 1), 1)
+    held = KVCache(model.model.config, Full())
+    mask = model.inputs["attention_mask"].bool()
+    held.announce(Prompt(mask, model.inputs["input_ids"] == IMAGE, tuple(mask.sum(1).tolist()), 4))
+    with attached(model.model, held):
+        first, later = talk(model, held, [turn], 4)
+    ids = torch.cat([first.tokens, turn.ids], 1)
+    both = {
+        key: torch.cat([value, turn.pictures[key]], 1 if name == "smolvlm" and key == "pixel_values" else 0)
+        for key, value in model.inputs.items()
+        if key in turn.pictures
+    }
+    kinds = {key: (ids == IMAGE).long() for key in ("mm_token_type_ids", "token_type_ids") if key in model.inputs}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **kinds, **both}
+    with torch.inference_mode():
+        told = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_logits": True}
+        stock = model.model.generate(**inputs, **model.generate_kwargs, **told)
+    assert torch.equal(later.tokens, stock.sequences)
+    logits = torch.stack(stock.logits)
+    prove(name, "later picture", float((later.logits - logits).abs().max() / logits.abs().max()))
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,12 @@ def test_random_decisions_in_batches_and_beams(name: str, batch: int, plan: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", architectures.names())
-def test_the_whole_matrix(name: str, batch: int, plan: str, beams: int, seed: int) -> None:
-    told = replace(PLANS[plan], seed=seed)
+def test_the_whole_matrix(name: str, batch: int, plan: str, beams: int) -> None:
+    told = replace(PLANS[plan], seed=1)
     prove(name, "beams" if beams > 1 else "oracle", error(tiny(name, batch), told, steps=16, num_beams=beams))
 
 
@@ -92,6 +91,7 @@ def test_every_policy_on_the_other_architectures(policy: str, name: str) -> None
     prove(name, f"policy {policy}", error(tiny(name, 3), policies.create(policy), steps=12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 @pytest.mark.parametrize("policy", policies.names())
 def test_a_batch_decides_and_answers_as_its_rows_alone(policy: str, name: str) -> None:
