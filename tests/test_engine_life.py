@@ -5,7 +5,7 @@ Wherever a policy acts, the reference is the oracle; wherever nothing is compres
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from torch import Tensor
 from kvcli import policies
 from kvcli.engine.adapter import KVCache, attached
 from kvcli.engine.loading import Loaded
+from kvcli.engine.rotary import Rotator
 from kvcli.engine.session import Decoding, Prepared, Request, Session
 from kvcli.errors import StartError
 from kvcli.policies.base import Policy, keep_where
@@ -291,6 +292,49 @@ def test_a_later_turn_is_held_to_the_budget_of_all_tokens_seen(budget: float) ->
         assert kept == [policy.target(n) for n in seen]
         stands_for = layer.store.side_view("counts") * (layer.store.located() >= 0)
         assert stands_for.sum(-1)[:, 0].tolist() == [n + fed_after_turn for n in seen]
+
+
+# --- rows that change places, by hand
+
+CHANGES: dict[str, tuple[Callable[[Any], None], list[int]]] = {
+    "select": (lambda held: held.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+    "repeat": (lambda held: held.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    "reorder": (lambda held: held.reorder_cache(torch.tensor([1, 2, 0])), [1, 2, 0]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("policy", ["elastic", "h2o", "streaming"])
+def test_rows_go_on_wherever_they_are_put(policy: str, change: str) -> None:
+    """Prompt, then the rows are moved, then more tokens: each row says what it says when left in its place."""
+    model = architectures.build("llava_gqa", 3, torch.float64)
+    act, order = CHANGES[change]
+    moved = fed_token_by_token(model, policies.create(policy, budget=0.4), act, order)
+    still = fed_token_by_token(model, policies.create(policy, budget=0.4), lambda held: None, [0, 1, 2])
+    torch.testing.assert_close(moved, still[:, order], rtol=0, atol=1e-9)
+
+
+@torch.inference_mode()
+def fed_token_by_token(
+    model: Tiny, policy: Policy, change: Callable[[Any], None], order: list[int], steps: int = 6
+) -> Tensor:
+    """Logits [steps, rows, vocabulary] after the prompt, when the change comes right after it."""
+    mask = model.inputs["attention_mask"]
+    held = KVCache(model.model.config, policy, Rotator(model.model) if policy.needs_rotation else None)
+    real = mask.bool()
+    held.announce(Prompt(real, model.inputs["input_ids"] == IMAGE, tuple(real.sum(1).tolist()), steps))
+    logits = []
+    with attached(model.model, held):
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        model.model(**model.inputs, position_ids=positions, cache=held)
+        change(held)
+        mask = mask[order]
+        for token in words(3, steps, 5).T:
+            mask = torch.cat([mask, torch.ones(len(order), 1, dtype=mask.dtype)], 1)
+            place = mask.sum(-1, keepdim=True) - 1
+            out = model.model(token[order][:, None], attention_mask=mask, position_ids=place, cache=held)
+            logits.append(out.logits[:, -1])
+    return torch.stack(logits)
 
 
 # --- run after run on one model

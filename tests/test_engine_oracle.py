@@ -71,6 +71,11 @@ def test_the_whole_matrix(name: str, batch: int, plan: str, beams: int) -> None:
 
 
 @pytest.mark.parametrize("name", FOUR)
+def test_low_precision_is_off_by_rounding_alone(name: str) -> None:
+    prove(name, "float16", error(architectures.build(name, 3, torch.float16), PLANS["per-head"], steps=4), 5e-3)
+
+
+@pytest.mark.parametrize("name", FOUR)
 def test_random_decisions_change_what_the_model_says(name: str) -> None:
     """Otherwise agreement with the oracle would mean nothing."""
     model = tiny(name, 3)

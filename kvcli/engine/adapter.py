@@ -285,15 +285,28 @@ class KVCache(Cache):
             if not getattr(layer, "holds_picture", False):
                 layer.crop(tokens_to_remove)
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._rows_became(beam_idx)
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
         if self.prompt is not None:
-            self.prompt = self.prompt.map(torch.arange(len(self.prompt.lengths)).repeat_interleave(repeats))
+            self._rows_became(torch.arange(len(self.prompt.lengths)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        if self.prompt is not None:
-            self.prompt = self.prompt.map(indices)
+        self._rows_became(indices)
+
+    def _rows_became(self, order: Tensor) -> None:
+        """What is known of the prompt follows its rows."""
+        if self.prompt is None:
+            return
+        self.prompt = self.prompt.map(order)
+        self.coordinates.map(order)
+        for layer in self.ours:
+            if layer.turn is not None:
+                layer.turn.prompt = self.prompt
 
 
 def layout(config: Any) -> list[tuple[str, Any]]:

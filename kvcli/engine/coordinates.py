@@ -32,6 +32,12 @@ class Coordinates:
             new = torch.cat([self.known[..., :before], new], -1)
         self.known = new
 
+    def map(self, order: Tensor) -> None:
+        """Put rows in another order, repeat them or leave some out: int64, the source of each new row. What is noted
+        once for all rows alike stays."""
+        if self.known is not None and int(order.max()) < self.known.shape[0]:
+            self.known = self.known[order.to(self.known.device)]
+
 
 @contextmanager
 def locating(model: Any, cache: Any) -> Iterator[None]:
