@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
-
 from kvcli import fidelity, records
 from kvcli.engine.recording import Trace, record
 from kvcli.engine.session import Decoding, Outcome, Prepared, Request, Session
-from kvcli.engine.vision import boxes
 from kvcli.errors import PictureError
 from kvcli.policies.base import Policy
 from kvcli.policies.full import Full
@@ -121,29 +118,14 @@ def _together(
             yield Measured(before or _record(session, subject, policy, work, result), before is None)
 
 
-@dataclass(frozen=True)
-class Look:
-    """What one subject's model looked at. boxes: of each picture's visual tokens, None when not known. full: the run
-    with the full cache; kept: what each policy held after the prompt, in the order of the policies."""
-
-    boxes: list[Tensor] | None
-    full: Trace
-    kept: tuple[Trace, ...]
-
-
-def look(session: Session, subject: Subject, work: Comparison) -> Look:
-    """Record one run with the full cache, and the prompt of every policy."""
-    prepared = session.prepare(subject.request)
-    watched = record(Full())
-    session.run([prepared], watched, fidelity.greedy(work.decoding))
-    kept = []
-    for policy in work.policies:
+def held_after_prompt(session: Session, prepared: Prepared, policies: Sequence[Policy]) -> list[Trace]:
+    """What each policy holds once the prompt is in."""
+    traces = []
+    for policy in policies:
         recording = record(policy)
         session.run([prepared], recording, Decoding(max_new_tokens=1))
-        kept.append(recording.trace())
-    found = boxes(session.model, session.processor, subject.request.images, prepared.visual)
-    inside = found is not None and sum(map(len, found)) == prepared.visual
-    return Look(found if inside else None, watched.trace(), tuple(kept))
+        traces.append(recording.trace())
+    return traces
 
 
 def smallest_budget(

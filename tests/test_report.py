@@ -62,6 +62,20 @@ def test_what_was_kept_stays_clear_and_the_rest_is_covered() -> None:
     assert np.ptp(pixels[10, 35]) == 0, "what no token sees has no colour"
 
 
+def test_what_a_grey_picture_gets_too_is_not_shown_as_looked_at() -> None:
+    grey = Image.new("RGB", (40, 40), (120, 120, 120))
+    boxes = np.array([[0.0, 0, 20, 20], [20, 0, 40, 20], [0, 20, 20, 40], [20, 20, 40, 40]])
+    seen, empty = trace(), trace()
+    seen.layers[0].answer[1:5] = [9, 1, 4, 1]
+    empty.layers[0].answer[1:5] = [9, 1, 1, 1]
+    portrait = Portrait(grey, boxes, 0, seen, empty, seen, {})
+    pixels = np.asarray(portrait.looks([0], 40)).astype(int).sum(-1)
+    corners = [pixels[y, x] for y, x in ((5, 5), (5, 35), (35, 5), (35, 35))]
+    assert max(corners) == corners[2] > corners[0] + 100
+    plain = np.asarray(portrait.attention(0, 40, "answer")).astype(int).sum(-1)
+    assert plain[5, 5] > plain[35, 5] + 100
+
+
 def test_thumbnails_keep_their_shape() -> None:
     assert heat.thumbnail(Image.new("RGB", (400, 100)), 200).size == (200, 50)
     assert heat.thumbnail(Image.new("RGB", (1, 5000)), 200).size == (1, 200)
@@ -266,7 +280,7 @@ def rendered() -> str:
     entries = [entry("full", 1.0), entry("h2o", 0.2, text='it "is" <i>new</i> & odd')]
     picture = Image.new("RGB", (100, 100), (10, 90, 200))
     boxes = np.array([[0.0, 0, 50, 50], [50, 0, 100, 50], [0, 50, 50, 100], [50, 50, 100, 100]])
-    looked = Portrait(picture, boxes, 0, trace(), trace(), {})
+    looked = Portrait(picture, boxes, 0, trace(), trace(), trace(), {})
     search = page.Search(0.1, {"h2o": (0.4, {1.0: 0.0, 0.5: 0.05, 0.4: 0.09, 0.3: 0.2})})
     shown = [page.Shown(picture, entries, looked, {"h2o 0.2": trace()})]
     return page.render("kvcli <compare>", {"model": "a&b"}, summary.rows(entries), shown, search=search)

@@ -281,7 +281,8 @@ def _write_page(
     search: Search | None,
     given: bool,
 ) -> None:
-    from kvcli import comparison
+    from kvcli import comparison, fidelity
+    from kvcli.engine.looking import look
     from kvcli.report import page, summary
     from kvcli.report.portrait import Portrait
 
@@ -294,13 +295,14 @@ def _write_page(
         mine = by_id.get((subject.index, subject.id))
         if not mine or len(shown) == details:
             continue
-        seen = comparison.look(session, subject, work)
-        looked = None
+        prepared, looked = session.prepare(subject.request), None
+        seen = look(session, prepared, fidelity.greedy(work.decoding))
         if seen.boxes is not None:
             first = seen.boxes[0].double().numpy()
-            looked = Portrait(subject.request.images[0], first, 0, seen.full, seen.full, {})
+            looked = Portrait(subject.request.images[0], first, 0, seen.trace, seen.blank, seen.trace, {})
+        traces = comparison.held_after_prompt(session, prepared, work.policies)
         names = (summary.label({"name": p.name, **p.resolved()}) for p in work.policies)
-        kept = {n: t for n, t in zip(names, seen.kept, strict=True) if n != "full"}
+        kept = {n: t for n, t in zip(names, traces, strict=True) if n != "full"}
         shown.append(page.Shown(subject.request.images[0], mine, looked, kept))
     facts = {
         "model": session.model_name,

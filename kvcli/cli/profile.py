@@ -51,7 +51,7 @@ def profile(
 
     kvcli profile cat.jpg --forecast --memory 24GiB --batch-size 16
 
-    Attention is that of a run with the full cache; the second run is the policy's.
+    Attention is that of a run with the full cache, shown against that of the same answer over a grey picture.
     """
     screen, clock = run.terminal(settings), run.Clock()
     study.greedy(settings, "profile")
@@ -147,29 +147,27 @@ def _portraits(
     """One for each picture of the prompt; facts are completed with the answers."""
     import numpy as np
 
+    from kvcli.engine.looking import look
     from kvcli.engine.recording import record
-    from kvcli.engine.vision import boxes
-    from kvcli.policies import create
     from kvcli.report.portrait import Portrait
 
-    looked, acted, decoding = record(create("full")), record(policy), run.make_decoding(settings)
-    full = session.run([prepared], looked, decoding)[0]
-    own = session.run([prepared], acted, decoding)[0]
-    steps = {"full": _bytes(full), _label(policy): _bytes(own)}
+    decoding, recorded = run.make_decoding(settings), record(policy)
+    seen = look(session, prepared, decoding)
+    own = session.run([prepared], recorded, decoding)[0]
+    steps = {"full": _bytes(seen.outcome), _label(policy): _bytes(own)}
     for other in others:
         if _label(other) not in steps:
             steps[_label(other)] = _bytes(session.run([prepared], other, decoding)[0])
-    facts |= {"answer_full": full.text, "answer": own.text}
+    facts |= {"answer_full": seen.outcome.text, "answer": own.text}
+    runs = (seen.trace, seen.blank, recorded.trace(), steps)
     pictures = prepared.request.images
-    found = boxes(session.model, session.processor, pictures, prepared.visual)
-    inside = found is not None and sum(map(len, found)) == prepared.visual
-    if found is None or not inside:
+    if seen.boxes is None:
         screen.note("which token sees what is not known for this model: numbers only, no pictures")
-        return [Portrait(pictures[0], None, 0, looked.trace(), acted.trace(), steps)]
-    starts = np.cumsum([0, *map(len, found)]).tolist()
+        return [Portrait(pictures[0], None, 0, *runs)]
+    starts = np.cumsum([0, *map(len, seen.boxes)]).tolist()
     return [
-        Portrait(picture, each.double().numpy(), start, looked.trace(), acted.trace(), steps)
-        for picture, each, start in zip(pictures, found, starts[:-1], strict=True)
+        Portrait(picture, each.double().numpy(), start, *runs)
+        for picture, each, start in zip(pictures, seen.boxes, starts[:-1], strict=True)
     ]
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 from kvcli.engine.recording import VISUAL, Trace
 from kvcli.report import figures, heat, units
 from kvcli.report.differences import spans
-from kvcli.report.portrait import Portrait, mean_look
+from kvcli.report.portrait import Portrait
 from kvcli.report.side_by_side import remarks
 from kvcli.report.summary import MEASURES, Row, cell, label
 
@@ -117,9 +117,11 @@ def _facts(entry: Mapping[str, Any]) -> str:
 def _layers(looked: Portrait | None) -> list[dict[str, str]]:
     if looked is None or looked.boxes is None:
         return []
-    tiles = [{"caption": "mean of layers", "image": _uri(mean_look(looked, TILE))}]
-    for layer in looked.looked.layers:
-        tiles.append({"caption": f"layer {layer.layer}", "image": _uri(looked.looks(layer, longest=TILE))})
+    numbers = range(len(looked.looked.layers))
+    tiles = [{"caption": "all layers", "image": _uri(looked.looks(numbers, TILE))}]
+    for number in numbers:
+        caption = f"layer {looked.looked.layers[number].layer}"
+        tiles.append({"caption": caption, "image": _uri(looked.looks([number], TILE))})
     return tiles
 
 

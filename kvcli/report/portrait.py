@@ -29,14 +29,16 @@ class Portrait:
     """One picture seen by one model.
 
     picture: the picture. boxes: [n, 4], what each of its visual tokens sees, or None when that is not known. first:
-    how many visual tokens of the prompt come before this picture's. looked: the trace of the full cache. acted: the
-    trace of the policy. steps: for each policy, bytes of the cache after each step.
+    how many visual tokens of the prompt come before this picture's. looked: the trace of the full cache; blank: that of
+    the same answer over a grey picture. acted: the trace of the policy. steps: for each policy, bytes of the cache
+    after each step.
     """
 
     picture: Image.Image
     boxes: npt.NDArray[np.float64] | None
     first: int
     looked: Trace
+    blank: Trace
     acted: Trace
     steps: Mapping[str, Sequence[int]]
 
@@ -46,12 +48,23 @@ class Portrait:
         assert self.boxes is not None
         return np.flatnonzero(self.looked.kinds == VISUAL)[self.first : self.first + len(self.boxes)]
 
-    def looks(self, layer: LayerTrace, *, longest: int, what: str = "answer") -> Image.Image:
-        """The picture with the attention of one layer: of the answer, or of all queries (`what = "importance"`)."""
-        assert self.boxes is not None
+    def looks(self, layers: Sequence[int], longest: int) -> Image.Image:
+        """The picture, bright where the answer looks more than it would at a grey one; mean of the layers."""
         small = heat.thumbnail(self.picture, longest)
-        values = getattr(layer, what)[self.columns]
-        return heat.blend(small, heat.density(values, self.boxes, self.picture.size, small.size))
+        seen, empty = (self._density(trace, layers, "answer", small.size) for trace in (self.looked, self.blank))
+        return heat.blend(small, np.divide(seen, empty, out=np.zeros_like(seen), where=empty > 0))
+
+    def attention(self, layer: int, longest: int, what: str) -> Image.Image:
+        """The picture, bright where attention goes: that of the answer, or of all queries (`what = "importance"`)."""
+        small = heat.thumbnail(self.picture, longest)
+        return heat.blend(small, self._density(self.looked, [layer], what, small.size))
+
+    def _density(self, trace: Trace, layers: Sequence[int], what: str, size: tuple[int, int]) -> heat.Floats:
+        """Attention per pixel, each layer's as shares of what this picture gets."""
+        assert self.boxes is not None
+        values = np.stack([getattr(trace.layers[layer], what)[self.columns] for layer in layers])
+        shares = values / values.sum(1, keepdims=True).clip(1e-30)
+        return heat.density(shares.mean(0), self.boxes, self.picture.size, size)
 
     def fates(self, layer: LayerTrace, *, longest: int) -> Image.Image:
         """The picture with what left one layer covered."""
@@ -62,18 +75,14 @@ class Portrait:
 
 def looked_sheet(portrait: Portrait, theme: figures.Theme = figures.LIGHT) -> Figure:
     """All layers: where the answer looked."""
-    tiles = [(f"layer {layer.layer}", portrait.looks(layer, longest=THUMBNAIL)) for layer in portrait.looked.layers]
-    whole = [("the picture", heat.thumbnail(portrait.picture, THUMBNAIL)), ("mean of layers", mean_look(portrait))]
-    return figures.sheet("where the answer looks, layer by layer (bright: most attention)", whole + tiles, theme)
-
-
-def mean_look(portrait: Portrait, longest: int = THUMBNAIL) -> Image.Image:
-    """Attention of the answer, mean of the layers, each of which counts the same."""
-    assert portrait.boxes is not None
-    small = heat.thumbnail(portrait.picture, longest)
-    shares = [layer.answer[portrait.columns] for layer in portrait.looked.layers]
-    mean = np.mean([share / max(float(share.sum()), 1e-12) for share in shares], axis=0)
-    return heat.blend(small, heat.density(mean, portrait.boxes, portrait.picture.size, small.size))
+    numbers = range(len(portrait.looked.layers))
+    whole = [
+        ("the picture", heat.thumbnail(portrait.picture, THUMBNAIL)),
+        ("all layers", portrait.looks(numbers, THUMBNAIL)),
+    ]
+    tiles = [(f"layer {portrait.looked.layers[n].layer}", portrait.looks([n], THUMBNAIL)) for n in numbers]
+    title = "where the answer looks, layer by layer\nbright: gets more attention than the same place of a grey picture"
+    return figures.sheet(title, whole + tiles, theme)
 
 
 def fates_sheet(portrait: Portrait, theme: figures.Theme = figures.LIGHT) -> Figure:
@@ -114,17 +123,19 @@ def write(portrait: Portrait, folder: Path, facts: Mapping[str, Any]) -> list[Pa
 
 
 def _layers(portrait: Portrait, folder: Path) -> list[Path]:
-    """For every layer three pictures side by side: where the answer looks, all attention, what left."""
+    """For every layer four pictures: where the answer looks, two kinds of attention as they are, what left."""
     folder.mkdir(exist_ok=True)
     written = []
-    for looked, acted in zip(portrait.looked.layers, portrait.acted.layers, strict=True):
+    name = portrait.acted.policy["name"]
+    for number, acted in enumerate(portrait.acted.layers):
         tiles = [
-            ("where the answer looks", portrait.looks(looked, longest=LARGE)),
-            ("attention of all queries", portrait.looks(looked, longest=LARGE, what="importance")),
-            (f"what {portrait.acted.policy['name']} keeps", portrait.fates(acted, longest=LARGE)),
+            ("where the answer looks, against a grey picture", portrait.looks([number], LARGE)),
+            ("attention of the answer", portrait.attention(number, LARGE, "answer")),
+            ("attention of all queries", portrait.attention(number, LARGE, "importance")),
+            (f"what {name} keeps", portrait.fates(acted, longest=LARGE)),
         ]
-        written.append(folder / f"layer-{looked.layer:02d}.png")
-        figures.save(figures.sheet(f"layer {looked.layer}", tiles, cell=4.2), written[-1])
+        written.append(folder / f"layer-{acted.layer:02d}.png")
+        figures.save(figures.sheet(f"layer {acted.layer}", tiles, columns=2, cell=4.2), written[-1])
     return written
 
 
