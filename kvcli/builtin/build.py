@@ -41,9 +41,13 @@ def class_names() -> list[str]:
 
 
 def class_words(embedding: Tensor, encoder: Any, names: Sequence[str]) -> Tensor:
-    """Mean embedding of each class name's tokens, `[hidden, classes]`: the weight of `Neck.words`."""
+    """What the mean embedding of a class name's tokens has that the mean class has not: the weight of `Neck.words`.
+
+    `[hidden, classes]`. The part that all classes share would say nothing, and be the larger one.
+    """
     ids = [encoder(f" {name}", add_special_tokens=False)["input_ids"] for name in names]
-    return torch.stack([embedding[i].float().mean(0) for i in ids], 1)
+    words = torch.stack([embedding[i].float().mean(0) for i in ids], 1)
+    return words - words.mean(1, keepdim=True)
 
 
 def text_config(file: Gguf) -> LlamaConfig:

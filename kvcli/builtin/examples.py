@@ -33,7 +33,10 @@ A_DOG = re.compile(r"\b(a|the) dog\b(?!s)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Example:
-    """A question and its answers, each true alone. `photo` None: no picture. `paste`: class whose cells are set in."""
+    """A question and its answers, each true alone. `photo` None: no picture. `paste`: class whose cells are set in.
+
+    `stop` False: the text was cut somewhere, so nothing is learned about where it ends.
+    """
 
     question: str
     answers: tuple[str, ...]
@@ -41,6 +44,7 @@ class Example:
     paste: int | None = None
     box: tuple[int, int, int, int] | None = None  # top, left, height, width in coarse cells; None with paste: dog cells
     seed: int = 0
+    stop: bool = True
 
     @property
     def flip(self) -> bool:
@@ -130,7 +134,7 @@ class Examples:
         question = rng.choice(prompts.STORY if row["k"] == "story" else prompts.DETAIL)
         if "c" in row:
             return self._pasted(question, row["s"], row["c"], rng)
-        return Example(question, (row["s"],), row["n"], seed=rng.getrandbits(30))
+        return Example(question, (row["s"],), row["n"], seed=rng.getrandbits(30), stop=row["k"] != "story")
 
     def _label(self, rng: random.Random) -> Example:
         name = rng.choice(self.sure)
@@ -149,9 +153,9 @@ class Examples:
         thing = prompts.article(self.classes[label])
         if rng.random() < 0.25:
             return self._pasted(rng.choice(prompts.LABEL), f"{thing[0].upper()}{thing[1:]}.", label, rng)
-        if rng.random() < 0.3:
-            start = rng.choice(("The photo shows", "The picture shows", "This is a photo of"))
-            return self._pasted(rng.choice(prompts.DETAIL[:2] + prompts.CAPTION), f"{start} {thing}.", label, rng)
+        if rng.random() < 0.4:  # the start of a longer text, which the language model can go on with by itself
+            tell, start = rng.choice(((prompts.STORY, "One day,"), (prompts.DETAIL, "The photo shows")))
+            return replace(self._pasted(rng.choice(tell), f"{start} {thing}", label, rng), stop=False)
         small = rng.random() < 0.5
         example = self._pasted(rng.choice(prompts.CAPTION), "", label, rng, small)
         if not small:

@@ -11,7 +11,12 @@ CAPTION = (
     "Describe this photo.",
 )
 DETAIL = ("Describe the image in detail.", "Describe this photo in detail.", "What can you see? Give all details.")
-STORY = ("Write a story about this picture.", "Tell a story about the image.", "Write a short story about this photo.")
+STORY = (
+    "Write a story about this picture.",
+    "Tell a story about the image.",
+    "Write a short story about this photo.",
+    "Write a story about this picture. About 150 words.",
+)
 LABEL = ("What is the main object?", "What is this?", "Name one thing in the picture.")
 
 

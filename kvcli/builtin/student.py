@@ -61,8 +61,11 @@ class Student(nn.Module):
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def hidden(self, examples: Sequence[Example], visual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Last hidden states at the positions that predict the answers, and the answers' tokens (with the stop).
+    def _tails(self, example: Example) -> list[list[int]]:
+        return [self._ids(answer + prompts.CLOSE * example.stop) for answer in example.answers]
+
+    def hidden(self, examples: Sequence[Example], visual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Last hidden states that predict the answers, the answers' tokens, and the example of each token.
 
         The answers of one example share picture and question, and do not see each other: one pass for all of them.
         """
@@ -71,7 +74,7 @@ class Student(nn.Module):
             heads = [self._ids(prompts.chat(e.question)) for e in examples]
         else:
             heads = [self._ids(prompts.after_image(e.question)) for e in examples]
-        tails = [[self._ids(a + prompts.CLOSE) for a in e.answers] for e in examples]
+        tails = [self._tails(e) for e in examples]
         rows = [h + [token for t in ts for token in t] for h, ts in zip(heads, tails, strict=True)]
         width = max(map(len, rows))
         inputs, offset = embed(torch.tensor([r + [0] * (width - len(r)) for r in rows])), 0
@@ -96,14 +99,17 @@ class Student(nn.Module):
             inputs_embeds=inputs, attention_mask=mask[:, None], position_ids=position, use_cache=False
         ).last_hidden_state
         row, column = torch.tensor(at).T
-        return states[row, column], torch.tensor([token for ts in tails for t in ts for token in t])
+        return states[row, column], torch.tensor([token for ts in tails for t in ts for token in t]), row
 
-    def loss(self, examples: Sequence[Example], maps: tuple[Tensor, Tensor], grid: int) -> Tensor:
-        """Mean negative log-likelihood of an answer token."""
+    def loss(
+        self, examples: Sequence[Example], maps: tuple[Tensor, Tensor], grid: int, per_example: bool = False
+    ) -> Tensor:
+        """Mean negative log-likelihood of an answer token; `per_example` lets a short answer count as a long one."""
         with torch.autocast("cpu", torch.bfloat16):
-            states, targets = self.hidden(examples, self.visual(*maps, grid))
+            states, targets, owner = self.hidden(examples, self.visual(*maps, grid))
             logits = self.lm.lm_head(states)
-        return F.cross_entropy(logits.float(), targets)
+        losses = F.cross_entropy(logits.float(), targets, reduction="none")
+        return (losses / owner.bincount()[owner]).sum() / len(examples) if per_example else losses.mean()
 
     def text_loss(self, examples: Sequence[Example]) -> Tensor:
         """Mean divergence from the untouched language model on chats without a picture."""
@@ -121,7 +127,7 @@ class Student(nn.Module):
         total, count = 0.0, 0
         for start in range(0, len(examples), batch):
             chunk = examples[start : start + batch]
-            tokens = sum(len(self._ids(a + prompts.CLOSE)) for e in chunk for a in e.answers)
+            tokens = sum(len(tail) for e in chunk for tail in self._tails(e))
             total += float(self.loss(chunk, maps(chunk), grid)) * tokens
             count += tokens
         return total / count if count else math.nan

@@ -25,8 +25,8 @@ from kvcli.builtin.features import SHAPES, Features
 from kvcli.builtin.student import Student
 
 # share of the steps, grid, examples a step with short and with long answers
-GRIDS = ((0.80, 6, 12, 8), (0.16, 12, 6, 4), (0.04, 24, 3, 2))
-SHORT = {"caption": 0.62, "swap": 0.08, "paste": 0.22, "label": 0.08}
+GRIDS = ((0.86, 6, 12, 8), (0.11, 12, 6, 4), (0.03, 24, 3, 2))
+SHORT = {"caption": 0.60, "swap": 0.08, "paste": 0.25, "label": 0.07}
 LONG, TEXT = 0.25, 0.04
 RATES = {"lora": 4e-4, "neck": 8e-4}
 WARM_UP, CLIP = 30, 1.0
@@ -83,7 +83,7 @@ def run(student: Student, examples: Examples, held_out: list[Example], options: 
         for group in adam.param_groups:
             group["lr"] = group["full"] * rate(step, options.steps, options.decay)
         kind, grid, chosen = plan(step, options.seed, examples)
-        loss = student.text_loss(chosen) if kind == "text" else student.loss(chosen, examples.maps(chosen), grid)
+        loss = student.text_loss(chosen) if kind == "text" else student.loss(chosen, examples.maps(chosen), grid, True)
         adam.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(list(student.trainable.values()), CLIP)
