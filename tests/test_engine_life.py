@@ -25,6 +25,7 @@ from kvcli.engine.adapter import KVCache, attached
 from kvcli.engine.loading import Loaded
 from kvcli.engine.rotary import Rotator
 from kvcli.engine.session import Decoding, Prepared, Request, Session
+from kvcli.engine.shared import Reading
 from kvcli.errors import StartError
 from kvcli.policies.base import Policy, keep_where
 from kvcli.policies.contract import Columns, Keep, LayerView, Prompt, Statistic
@@ -389,13 +390,32 @@ def test_a_model_is_left_as_it_was_found_after_a_failure() -> None:
     assert traces(model.model) == before
 
 
+def session_of(model: Tiny) -> Session:
+    """A session of a tiny model; its tokenizer can only pad, which is all that a run of prepared inputs needs."""
+    processor: Any = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=0))
+    return Session(Loaded("tiny", "", model.model, processor, torch.device("cpu"), torch.float32, ""))
+
+
+def prepared(model: Tiny) -> Prepared:
+    return Prepared(Request((), ""), model.inputs, model.inputs["input_ids"].shape[1], 0)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava_gqa"])
+@pytest.mark.parametrize("policy", ["full", "elastic", "snapkv"])
+def test_a_prompt_that_was_read_once_serves_a_policy_as_if_it_had_read_it(policy: str, name: str) -> None:
+    """Sliding layers too, whose older entries the policies must still be able to see leave."""
+    model, chosen, steps = tiny(name, 1), policies.create(policy), 24
+    read = Reading(session_of(model), [prepared(model)], [chosen], Decoding(max_new_tokens=steps))
+    answers, held = read.answer(chosen)
+    alone = compressed(model, chosen, steps, suppress_tokens=[IMAGE])
+    assert answers[0] == alone.tokens[0, model.inputs["input_ids"].shape[1] :].tolist()
+    assert held.held() == alone.cache.held()
+
+
 def test_a_cache_that_the_library_replaced_is_an_error() -> None:
     """Phi-4 starts a new cache where its rope switches to long positions, and says nothing."""
     model = architectures.build("phi4_multimodal", 1)
     length = model.inputs["input_ids"].shape[1]
     model.model.config.original_max_position_embeddings = length + 2
-    processor: Any = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=0))
-    loaded = Loaded("tiny", "", model.model, processor, torch.device("cpu"), torch.float32, "")
-    prepared = Prepared(Request((), ""), model.inputs, length, 0)
     with pytest.raises(StartError, match="replaced the cache"):
-        Session(loaded).run([prepared], Full(), Decoding(max_new_tokens=6))
+        session_of(model).run([prepared(model)], Full(), Decoding(max_new_tokens=6))

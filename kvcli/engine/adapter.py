@@ -154,6 +154,8 @@ class KVLayer(CacheLayerMixin):
 class KVCache(Cache):
     """A cache for one conversation of a batch under one policy.
 
+    whole: whether sliding layers hold also what no later token can see, for a cache that others start from.
+
     Attention layers of the stock layout are ours; linear, convolution, cross-attention and shared ones stay stock.
     """
 
@@ -164,6 +166,7 @@ class KVCache(Cache):
         self.survivors: Survivors | None = None
         self.coordinates = Coordinates()
         self.shared: dict[str, Tensor] = {}
+        self.whole = False
         self.bytes_peak = 0
         self._bytes_now = 0
         stocks, layers = layout(config), []
@@ -209,7 +212,7 @@ class KVCache(Cache):
                 self.prompt = self.prompt.map(torch.arange(len(self.prompt.lengths)).repeat_interleave(repeats))
             # A chunk that an entry falls out of is not a window that slides: there the model's mask alone decides. And
             # what slid out of the first layer's window must not leave the hidden states of layers that still see it.
-            slides = layer.kind == "sliding_attention" and not self.policy.hides_tokens
+            slides = layer.kind == "sliding_attention" and not self.policy.hides_tokens and not self.whole
             window = layer.window if slides else None
             layer.turn = Turn(
                 layer.index,

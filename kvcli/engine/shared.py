@@ -69,6 +69,7 @@ class Reading:
         self.inputs = {name: self._placed(value) for name, value in joined.items()}
         self.union = everything(policies)
         self.cache = session.cache(self.union, self.inputs, decoding.max_new_tokens)
+        self.cache.whole = True
         seen: list[Tensor] = []
         with (
             torch.inference_mode(),
