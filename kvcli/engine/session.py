@@ -197,7 +197,7 @@ class Session:
         kept = max(policy.target(n) for n in lengths) if policy.frees_memory else longest
         end = kept + policy.growth(prompt)
         layers = adapter.entry_bytes(self.model.config, self.dtype)
-        in_prefill = sum(layers) * (longest if policy.when == "model" else kept) + max(layers) * longest
+        in_prefill = sum(layers) * (longest if policy.served_at_once else kept) + max(layers) * longest
         return rows * max(sum(layers) * end, in_prefill)
 
     def free_bytes(self) -> int:
