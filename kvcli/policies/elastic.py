@@ -147,7 +147,8 @@ class Elastic(Budgeted):
     # --- while generating
 
     def evict(self, view: LayerView) -> Evict | None:
-        return evict_one(self._victim(view), self.over(view))
+        over = self.over(view)
+        return evict_one(self._victim(view), over) if any(over) else None
 
     def over(self, view: LayerView) -> list[bool]:
         slack = 1 if self.select == "official" and self.decode == "ratio" else 0
@@ -156,15 +157,14 @@ class Elastic(Budgeted):
 
     def _victim(self, view: LayerView) -> torch.Tensor:
         """The slot that leaves a row if one must: int64 [B, P]."""
+        if self.discard == "fixed" and self.anchor == "fixed":
+            return oldest(view, view.positions >= view.state["truncation"])
         inner = view.occupied & ~first(view, 1)
         if self.discard == "frequency":
             scores = self._scores(view)
             return scores.masked_fill(~(inner & ~recent(view, 1)), math.inf).argmin(-1)
-        if self.discard == "recent":
-            return oldest(view, recent(view, 2) & inner)
-        if self.anchor == "recent":
-            return oldest(view, recent(view, self.distance + 1) & inner)
-        return oldest(view, view.positions >= view.state["truncation"])
+        last = 2 if self.discard == "recent" else self.distance + 1
+        return oldest(view, recent(view, last) & inner)
 
     def _set_truncation_point(self, view: LayerView, kept: Keep) -> None:
         """Remember the position of the entry at rank N - distance (never the first entry; in a prompt of one token
