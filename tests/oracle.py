@@ -118,8 +118,11 @@ class OracleLayer(DynamicLayer):
         self.bias = torch.cat([self.bias, new * 0], -1)
         self.counts = torch.cat([self.counts, new], -1)
         super().update(key_states, value_states)
-        self.keys._oracle = Seen(self, self.visible, self.bias)
+        self._show(fresh=True)
         return self.keys, self.values
+
+    def _show(self, fresh: bool) -> None:
+        self.keys._oracle = Seen(self, self.visible, self.bias, fresh)
 
     def act(self) -> None:
         """Do what the plan says for this moment, if anything."""
@@ -132,6 +135,7 @@ class OracleLayer(DynamicLayer):
                 self._keep(answer)
             else:
                 self._evict(answer)
+            self._show(fresh=False)  # layers that hold pictures are read again as they are
 
     def _keep(self, told: Keep) -> None:
         before = self.visible.clone()
@@ -179,6 +183,7 @@ class OracleLayer(DynamicLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
         self._map(lambda t: t[beam_idx])
+        self._show(fresh=False)
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -191,11 +196,17 @@ class OracleCache(Cache):
 
     def __init__(self, config: Any, plan: list[Decision]) -> None:
         layers: list[Any] = []
-        cross = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+        self.cross = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
         for index, stock in enumerate(DynamicCache(config=config).layers):
-            plain = type(stock) in (DynamicLayer, DynamicSlidingWindowLayer) and index not in cross
+            plain = type(stock) in (DynamicLayer, DynamicSlidingWindowLayer)
             layers.append(OracleLayer(index, stock.is_sliding, plan) if plain else stock)
         super().__init__(layers=layers)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Layers that hold pictures beside the text lose nothing."""
+        for index, layer in enumerate(self.layers):
+            if index not in self.cross:
+                layer.crop(tokens_to_remove)
 
     def done(self) -> bool:
         """Whether the whole plan was carried out."""
@@ -223,8 +234,9 @@ def oracle_attention(
     logits = query @ keys.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    assert attention_mask is not None, "an eager mask is always made"
-    allowed = (attention_mask > torch.finfo(attention_mask.dtype).min / 2) & visible
+    allowed = visible  # without a mask, which only a picture beside the text comes without
+    if attention_mask is not None:
+        allowed = (attention_mask > torch.finfo(attention_mask.dtype).min / 2) & visible
     weights = torch.softmax((logits + bias).masked_fill(~allowed, -torch.inf), -1).nan_to_num()  # nan: padding rows
     if seen.fresh:
         seen.fresh = False

@@ -113,3 +113,21 @@ def test_drafts_are_taken_back_after_entries_slid_out() -> None:
     drafted = compressed(tiny, Full(), steps, prompt_lookup_num_tokens=10)
     assert torch.equal(plain.tokens, drafted.tokens)
     assert drafted.cache.ours[0].store.extent <= drafted.cache.ours[0].window + 2 * SLACK + 11
+
+
+@pytest.mark.parametrize("policy", ["full", "elastic", "snapkv"])
+def test_a_picture_beside_the_text_is_counted_and_compressed(policy: str) -> None:
+    """Of the entries that a row can see, the budget is kept; what all of them take is what there was to save."""
+    tiny = architectures.build("mllama", 2)
+    chosen = policies.create(policy)
+    held = compressed(tiny, chosen, 4).cache
+    visible = [17, 34]  # the first row's mask shows one tile of two
+    fed = tiny.inputs["input_ids"].shape[1] + 3
+    for layer in held.pictures:
+        wanted = [34, 34] if policy == "full" else [chosen.target(n) for n in visible]
+        assert layer.store.held == wanted
+        entries = layer.store.located()[:, 0].amax(-1).tolist()
+        assert policy == "full" or entries[0] < 17, "an invisible tile was kept"
+    entry = 2 * 2 * 16 * 4  # keys and values, two KV heads of 16 numbers of 4 bytes
+    assert held.full_bytes(fed) == 3 * fed * entry + 2 * 34 * entry
+    assert held.bytes_used() == sum(layer.store.extent for layer in [*held.ours, *held.pictures]) * 2 * entry

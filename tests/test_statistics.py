@@ -221,6 +221,19 @@ def test_a_window_at_the_end_alone_is_gathered_beside_stock_attention(name: str)
     prove(name, "statistics in chunks", largest_error(tiny, asked, prefill_chunk_size=4), LIMIT)
 
 
+def test_a_picture_beside_the_text_is_scored_by_the_text_after_it() -> None:
+    tiny, listens = model("mllama"), Listens().asking(*COLUMNS, *OTHERS)
+    ours = compressed(tiny, listens, 1)
+    _, weights = eager(tiny, 1)
+    errors = []
+    for layer, row, asked in product(ours.cache.pictures, range(3), COLUMNS + OTHERS):
+        first = tiny.inputs["input_ids"][row].tolist().index(tiny.image_token)
+        rows = [column for column in rows_of(tiny, row, asked.queries) if column >= first]
+        reference = expected(asked, weights[0, layer.index][row][:, rows], layer.store.keys.shape[1])
+        errors.append(distance(listens.__dict__["shown"][0, layer.index][asked.name][row], reference))
+    prove("mllama", "statistics", max(errors), LIMIT)
+
+
 def test_a_statistic_of_the_first_layer_is_gathered_there_alone() -> None:
     listens = Listens().asking(Columns("first", first_layer=True), Columns("all"))
     compressed(model("llava_gqa"), listens, 1)

@@ -36,6 +36,7 @@ from kvcli.engine.cache import LayerCache
 from kvcli.engine.coordinates import Coordinates, locating
 from kvcli.engine.hidden import Survivors, hiding, survivors
 from kvcli.engine.masks import physical_mask
+from kvcli.engine.pictures import PictureTurn, Unplaced, picture_prompt
 from kvcli.engine.rotary import Rotator
 from kvcli.engine.run import SLACK, Turn
 from kvcli.errors import StartError
@@ -102,16 +103,14 @@ class KVLayer(CacheLayerMixin):
         else:
             self.store.append_survivors(key_states, value_states, survivors, room)
         self.owner.account(self)
+        return self.shown(None if survivors is None else survivors.columns, lag)
+
+    def shown(self, columns: Tensor | None = None, lag: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values as the model is given them, with what the attention function must know."""
         self.keys, self.values = self.store.view()
         positions = None if self.store.positions is None else self.store.located()
         self.keys._kvcli = Handle(  # type: ignore[attr-defined]
-            self,
-            positions,
-            self.store.side_view("bias"),
-            self.store.holes,
-            self.store.seen,
-            None if survivors is None else survivors.columns,
-            lag,
+            self, positions, self.store.side_view("bias"), self.store.holes, self.store.seen, columns, lag
         )
         return self.keys, self.values
 
@@ -151,12 +150,39 @@ class KVLayer(CacheLayerMixin):
             self.keys, self.values = self.store.view()
 
 
+class PictureLayer(KVLayer):
+    """A layer whose keys are the picture's: written once, read by every later token straight from `keys`."""
+
+    holds_picture = True
+    is_croppable = True
+
+    def __init__(self, owner: KVCache, index: int) -> None:
+        super().__init__(owner, index, "cross_attention", None, shared=False)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.store.append(key_states, value_states)
+        self.owner.account(self)
+        return self.shown()
+
+    def read_again(self) -> None:
+        """Show what is held now to the tokens that come; none of them is a prompt's."""
+        keys, _ = self.shown()
+        keys._kvcli.fresh = False  # type: ignore[attr-defined]
+
+    def _map(self, rows: Callable[[Tensor], Tensor], order: Sequence[int]) -> None:
+        super()._map(rows, order)
+        if self.store.keys is not None:
+            self.read_again()
+
+
 class KVCache(Cache):
     """A cache for one conversation of a batch under one policy.
 
     whole: whether sliding layers hold also what no later token can see, for a cache that others start from.
 
-    Attention layers of the stock layout are ours; linear, convolution, cross-attention and shared ones stay stock.
+    Attention layers of the stock layout are ours; linear, convolution and shared ones stay stock.
     """
 
     def __init__(self, config: Any, policy: Policy, rotator: Rotator | None = None) -> None:
@@ -165,15 +191,22 @@ class KVCache(Cache):
         self.prompt: Prompt | None = None
         self.survivors: Survivors | None = None
         self.coordinates = Coordinates()
+        self.picture: Prompt | None = None
         self.shared: dict[str, Tensor] = {}
+        self.shared_pictures: dict[str, Tensor] = {}
         self.whole = False
         self.bytes_peak = 0
         self._bytes_now = 0
         stocks, layers = layout(config), []
         shared = any(kind == "dummy" for kind, _ in stocks)
         for index, (kind, stock) in enumerate(stocks):
-            ours, window = compressible(kind, stock), getattr(stock, "sliding_window", None)
-            layers.append(KVLayer(self, index, kind, window, shared) if ours else stock)
+            window = getattr(stock, "sliding_window", None)
+            if not compressible(stock):
+                layers.append(stock)
+            elif kind == "cross_attention":
+                layers.append(PictureLayer(self, index))
+            else:
+                layers.append(KVLayer(self, index, kind, window, shared))
         super().__init__(layers=layers)
         if not self.ours:
             raise StartError("this model has no attention layer whose cache can be compressed")
@@ -181,13 +214,18 @@ class KVCache(Cache):
     @property
     def ours(self) -> list[KVLayer]:
         """The layers that a policy acts on."""
-        return [layer for layer in self.layers if isinstance(layer, KVLayer)]
+        return [layer for layer in self.layers if isinstance(layer, KVLayer) and not isinstance(layer, PictureLayer)]
+
+    @property
+    def pictures(self) -> list[PictureLayer]:
+        """The layers that hold pictures beside the text; a policy acts on them apart from the others."""
+        return [layer for layer in self.layers if isinstance(layer, PictureLayer)]
 
     def announce(self, prompt: Prompt) -> None:
         """Say what the next prompt is: everything up to and including it, all turns. Compression happens as soon as a
         layer has seen that many columns."""
-        self.prompt, self.shared = prompt, {}
-        for layer in self.ours:
+        self.prompt, self.shared, self.shared_pictures, self.picture = prompt, {}, {}, None
+        for layer in [*self.ours, *self.pictures]:
             layer.turn = None
 
     def room(self, layer: KVLayer, incoming: int) -> int:
@@ -228,9 +266,27 @@ class KVCache(Cache):
             )
         return layer.turn
 
-    def turns(self) -> list[Turn]:
-        """The work of all layers, for a policy that is served once."""
-        return [turn for layer in self.ours if (turn := self.turn(layer)) is not None]
+    def picture_turn(self, layer: PictureLayer, mask: Tensor | None) -> Turn | None:
+        """The work of a layer that holds pictures on the announced prompt. mask: the model's, over the picture."""
+        if self.prompt is None or mask is None:
+            return None
+        if self.picture is None:
+            self.picture = picture_prompt(mask, self.prompt)
+        if layer.turn is None:
+            layer.turn = PictureTurn(
+                layer.index,
+                len(self.pictures),
+                None,
+                layer.store,
+                self.policy,
+                self.picture,
+                None if self.rotator is None else Unplaced(),
+                first=layer is self.pictures[0],
+                shared=self.shared_pictures,
+                text=self.ours[0].store,
+                asking=self.prompt,
+            )
+        return layer.turn
 
     def lag(self, layer: KVLayer) -> Tensor | None:
         """How far [B, 1, 1] below their true positions the next tokens stand, under a policy that renumbers: minus the
@@ -262,23 +318,29 @@ class KVCache(Cache):
 
     def full_bytes(self, seen: int) -> int:
         """What our layers would hold of one row of `seen` tokens, had nothing been compressed: a sliding layer never
-        holds more than its window."""
+        holds more than its window, and pictures beside the text come on top."""
         total = 0
         for layer in self.ours:
             slots = seen if layer.window is None else min(seen, layer.window)
             total += layer.store.bytes_per_slot() // max(1, len(layer.store.free)) * slots
+        for layer in self.pictures:
+            total += layer.store.bytes_per_slot() // max(1, len(layer.store.free)) * layer.store.seen
         return total
 
     def bytes_used(self) -> int:
         """Keys and values of our layers in used slots, and of the stock attention layers beside them."""
         stock = [layer for layer in self.layers if not isinstance(layer, KVLayer)]
-        return sum(layer.store.bytes_used() for layer in self.ours) + sum(_stock_bytes(layer) for layer in stock)
+        return sum(store.bytes_used() for store in self._stores) + sum(_stock_bytes(layer) for layer in stock)
 
     def bytes_reserved(self) -> int:
-        return sum(layer.store.bytes_reserved() for layer in self.ours)
+        return sum(store.bytes_reserved() for store in self._stores)
 
     def bytes_side(self) -> int:
-        return sum(layer.store.bytes_side() for layer in self.ours)
+        return sum(store.bytes_side() for store in self._stores)
+
+    @property
+    def _stores(self) -> list[LayerCache]:
+        return [layer.store for layer in [*self.ours, *self.pictures]]
 
     # --- what the library asks of a cache as a whole
 
@@ -310,6 +372,8 @@ class KVCache(Cache):
         for layer in self.ours:
             if layer.turn is not None:
                 layer.turn.prompt = self.prompt
+        if self.picture is not None:
+            self.picture = self.picture.map(order)
 
 
 def layout(config: Any) -> list[tuple[str, Any]]:
@@ -324,19 +388,17 @@ def layout(config: Any) -> list[tuple[str, Any]]:
     return list(zip(named, stock, strict=True))
 
 
-def compressible(kind: str, stock: Any) -> bool:
+def compressible(stock: Any) -> bool:
     """Whether our layer can take the place of a stock one."""
-    return kind != "cross_attention" and type(stock) in (DynamicLayer, DynamicSlidingWindowLayer)
+    return type(stock) in (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def layer_report(config: Any) -> list[tuple[int, str, bool, str]]:
     """(index, kind, compressible, why not) for each decoder layer."""
     report = []
     for index, (kind, stock) in enumerate(layout(config)):
-        if compressible(kind, stock):
+        if compressible(stock):
             why = ""
-        elif kind == "cross_attention":
-            why = "holds the picture's own keys, which every later token reads"
         elif kind == "dummy":
             why = "reads the keys of an earlier layer, and shrinks with them"
         elif isinstance(stock, LinearAttentionCacheLayerMixin):
@@ -348,11 +410,12 @@ def layer_report(config: Any) -> list[tuple[int, str, bool, str]]:
 
 
 def entry_bytes(config: Any, dtype: torch.dtype) -> list[int]:
-    """KV bytes of one token in each of our layers."""
+    """KV bytes of one token in each of our layers; what holds pictures beside the text does not grow with it."""
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return [2 * heads * width * dtype.itemsize for kind, stock in layout(config) if compressible(kind, stock)]
+    growing = [kind for kind, stock in layout(config) if compressible(stock) and kind != "cross_attention"]
+    return [2 * heads * width * dtype.itemsize for _ in growing]
 
 
 def _stock_bytes(layer: Any) -> int:
@@ -387,7 +450,15 @@ def attention(
     if handle.lag is not None:
         query = handle.layer.owner.turned(query, handle.lag, handle.layer.index)
     owner, handle.fresh = handle.fresh, False
-    turn = handle.layer.owner.turn(handle.layer) if owner else None
+    cache, turn = handle.layer.owner, None
+    if isinstance(handle.layer, PictureLayer):
+        turn = cache.picture_turn(handle.layer, attention_mask) if owner else None
+        if attention_mask is None and handle.positions is not None:
+            attention_mask = query.new_ones(1, 1, query.shape[2], handle.seen, dtype=torch.bool)  # all of the picture
+        elif attention_mask is not None and attention_mask.dtype != torch.bool:
+            attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min / 2
+    elif owner:
+        turn = cache.turn(handle.layer)
     if turn is not None:
         turn.columns = handle.columns
     softcap = kwargs.get("softcap")
@@ -417,22 +488,32 @@ def after_attention(layer: KVLayer, turn: Turn, queries: int, columns: Tensor | 
     if columns is not None and layer is cache.ours[-1]:
         cache.survivors = None
     if turn.prompt_ends_now:
-        if not cache.policy.served_at_once:
-            turn.apply(cache.policy.compress(turn.view()))
-            cache.account(layer)
-            if cache.policy.hides_tokens and layer is cache.ours[0]:
-                cache.survivors = survivors(layer.store.located(), layer.store.seen - queries, queries)
-        elif layer is cache.ours[-1]:
-            turns = cache.turns()
-            answers = cache.policy.compress_model([t.view() for t in turns])
-            for each, answer in zip(turns, answers, strict=True):
-                each.apply(answer)
-            for other in cache.ours:
-                cache.account(other)
+        _compress(layer, turn)
+        if cache.policy.hides_tokens and layer is cache.ours[0]:
+            cache.survivors = survivors(layer.store.located(), layer.store.seen - queries, queries)
     elif turn.step > 0:
         turn.slide()
         if queries == 1 and cache.policy.acts_in_decode:
             turn.evict()
+
+
+def _compress(layer: KVLayer, turn: Turn) -> None:
+    """What the policy says at the end of a prompt: layer by layer, or after the last one for all that are alike."""
+    cache, done = layer.owner, [layer]
+    if not cache.policy.served_at_once:
+        turn.apply(cache.policy.compress(turn.view()))
+    else:
+        alike: Sequence[KVLayer] = cache.pictures if isinstance(layer, PictureLayer) else cache.ours
+        if layer is not alike[-1]:
+            return
+        done = [each for each in alike if each.turn is not None]
+        turns = [each.turn for each in done if each.turn is not None]
+        for each, answer in zip(turns, cache.policy.compress_model([t.view() for t in turns]), strict=True):
+            each.apply(answer)
+    for changed in done:
+        cache.account(changed)
+        if isinstance(changed, PictureLayer):
+            changed.read_again()
 
 
 AttentionInterface.register(NAME, attention)

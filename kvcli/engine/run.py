@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +15,17 @@ from torch import Tensor
 from kvcli.engine.attention import Gather, Latest, Listener, attend, attend_and_gather, finish
 from kvcli.engine.cache import LayerCache
 from kvcli.engine.coordinates import Coordinates
-from kvcli.engine.rotary import Rotator
 from kvcli.policies.base import Policy, keep_where
 from kvcli.policies.contract import Columns, Evict, Keep, LayerView, Prompt, Statistic
 
 SLACK = 64
 """Columns that a sliding layer holds beyond its window while generating: the longest draft that can be taken back."""
+
+
+class Turns(Protocol):
+    """Anything that can turn the keys of a layer by a number of positions, as `rotary.Rotator`."""
+
+    def turn(self, keys: Tensor, steps: Tensor, layer: int) -> Tensor: ...
 
 
 @dataclass
@@ -38,7 +44,7 @@ class Turn:
     store: LayerCache
     policy: Policy
     prompt: Prompt
-    rotator: Rotator | None = None
+    rotator: Turns | None = None
     coordinates: Coordinates = field(default_factory=Coordinates)
     first: bool = True
     shared: dict[str, Tensor] = field(default_factory=dict)
