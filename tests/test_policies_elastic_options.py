@@ -278,26 +278,34 @@ def test_merge_keys_no_leaves_keys_as_they_were():
         assert_means(view, keep, row, buckets(row, scores, 6), names=("values",))
 
 
-def test_merge_keys_rerotate_turns_each_key_to_the_position_of_its_anchor():
-    def turn(keys, steps):
-        """Two planes, of frequencies 1 and 0.1, channel by channel."""
-        out = keys.clone()
-        batch, heads, slots, _ = keys.shape
-        for b in range(batch):
-            for h in range(heads):
-                for s in range(slots):
-                    for plane, frequency in enumerate((1.0, 0.1)):
-                        step = int(steps.expand(batch, heads, slots)[b, h, s])
-                        z = complex(keys[b, h, s, plane], keys[b, h, s, plane + 2]) * cmath.exp(1j * frequency * step)
-                        out[b, h, s, plane], out[b, h, s, plane + 2] = z.real, z.imag
-        return out
+def literal_turn(keys, steps):
+    """Two planes, of frequencies 1 and 0.1, channel by channel."""
+    out = keys.clone()
+    batch, heads, slots, _ = keys.shape
+    for b in range(batch):
+        for h in range(heads):
+            for s in range(slots):
+                for plane, frequency in enumerate((1.0, 0.1)):
+                    step = int(steps.expand(batch, heads, slots)[b, h, s])
+                    z = complex(keys[b, h, s, plane], keys[b, h, s, plane + 2]) * cmath.exp(1j * frequency * step)
+                    out[b, h, s, plane], out[b, h, s, plane + 2] = z.real, z.imag
+    return out
 
+
+@pytest.mark.parametrize("axes", [0, 1, 3])
+def test_merge_keys_rerotate_turns_each_key_to_the_position_of_its_anchor(axes):
     scores = random_scores(9)
     view = hand_view(LENGTHS, {"importance": scores})
-    view.turn = turn
+    view.turn = literal_turn
+    columns = torch.arange(max(LENGTHS)).expand(3, max(axes, 1), -1).clone()
+    if axes == 3:
+        columns[:, 1, 12:] += 5  # one axis jumps: nothing can be turned across that place
+    if axes:
+        view.coordinates = columns
     policy = policies.create("elastic", merge_keys="rerotate", budget=6)
     assert policy.needs_rotation
     keep = policy.compress(view)
+    crossed = 0
     for row in range(len(LENGTHS)):
         members = buckets(row, scores, 6)
         assert_means(view, keep, row, members, names=("values",))
@@ -305,10 +313,12 @@ def test_merge_keys_rerotate_turns_each_key_to_the_position_of_its_anchor():
             for head in range(2):
                 total = torch.zeros(4, dtype=torch.float64)
                 for s in members[slot]:
-                    total += turn(view.keys[row : row + 1, head : head + 1, s : s + 1], torch.tensor([[[slot - s]]]))[
-                        0, 0, 0
-                    ]
+                    split = axes == 3 and (s < 12) != (slot < 12)
+                    crossed += split
+                    step = torch.tensor([[[0 if split else slot - s]]])
+                    total += literal_turn(view.keys[row : row + 1, head : head + 1, s : s + 1], step)[0, 0, 0]
                 torch.testing.assert_close(keep.keys[row, head, k], total / len(members[slot]))
+    assert bool(crossed) == (axes == 3)
 
 
 # --- what leaves while generating

@@ -25,9 +25,10 @@ Departures, with reasons:
   drops the entry before the newest, `"frequency"` the one of least accumulated attention.
 - Means weigh an entry by the tokens it stands for, which differs from the paper only in later turns of a conversation.
 
-What later work suggests, each off by default: `merge_keys = "no"` or `"rerotate"` (averaging keys of different
-rotation shrinks them; a turn counts columns, so that it is exact for one-axis rope only), `count_bias` (a merged entry
-gets the logit of all its tokens, as ToMe's proportional attention), `weighting = "attention"`, `within_modality`.
+What later work suggests, each off by default: `merge_keys = "no"` or `"rerotate"` (averaging keys of different rotation
+shrinks them; on multi-axis rope a key is turned only where all axes move alike, text to text), `count_bias` (a merged
+entry gets the logit of all its tokens, as ToMe's proportional attention), `weighting = "attention"`,
+`within_modality`.
 """
 
 from __future__ import annotations

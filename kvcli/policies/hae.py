@@ -47,7 +47,7 @@ class HAE(Policy):
     """Prune visual tokens by two attention scores of the first layer, then evict in batches while generating."""
 
     name: ClassVar[str] = "hae"
-    source: ClassVar[str] = "Hierarchical Adaptive Eviction for KV Cache Management in Multimodal Models, 2026"
+    source: ClassVar[str] = "Hierarchical Adaptive Eviction (HAE), arXiv 2602.02197, 2026"
     sees_question: ClassVar[bool] = True
 
     budget: float | int | None = option(None, "none: the thresholds decide; else what is KEPT, a share or a number")

@@ -82,11 +82,22 @@ def merge(
         keys = mean.of(view.keys, view.keys)
     elif merge_keys == "rerotate":
         assert view.turn is not None, "a policy that turns keys says so in needs_rotation"
-        located = view.positions.expand_as(target)
-        steps = (located.gather(-1, into) - located).masked_fill(~gives, 0)
-        keys = mean.of(view.keys, view.turn(view.keys, steps))
+        keys = mean.of(view.keys, view.turn(view.keys, _steps(view, into).masked_fill(~gives, 0)))
     values = mean.of(view.values, view.values)
     return Keep(kept.index, kept.held, keys=keys, values=values, counts=counts.gather(-1, index))
+
+
+def _steps(view: LayerView, into: torch.Tensor) -> torch.Tensor:
+    """int64 [B, P, S]: how far each entry is from the one that takes it in. On multi-axis rope a turn moves all axes
+    alike, so an entry that differs from its anchor in some axes only is not turned: 0."""
+    located = view.positions.expand_as(into)
+    if view.coordinates is None:
+        return located.gather(-1, into) - located
+    axes = view.coordinates.shape[1]
+    index = located.clamp(min=0)[:, :, None].expand(-1, -1, axes, -1)
+    places = view.coordinates[:, None].expand(-1, into.shape[1], -1, -1).gather(-1, index)
+    moves = places.gather(-1, into[:, :, None].expand_as(places)) - places
+    return moves[:, :, 0].masked_fill((moves != moves[:, :, :1]).any(2), 0)
 
 
 class _Mean:
