@@ -93,7 +93,9 @@ def test_every_policy(policy: str, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in architectures.names() if name not in FOUR])
 @pytest.mark.parametrize("policy", [name for name in policies.names() if name != "full"])
 def test_every_policy_on_the_other_architectures(policy: str, name: str) -> None:
-    prove(name, f"policy {policy}", error(tiny(name, 3), policies.create(policy), steps=12))
+    # Gemma 4 with random weights makes ten times as much of a rounding error as the others.
+    model = architectures.build(name, 3, torch.float64) if name == "gemma4" else tiny(name, 3)
+    prove(name, f"policy {policy}", error(model, policies.create(policy), steps=12))
 
 
 @pytest.mark.slow

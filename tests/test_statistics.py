@@ -49,12 +49,12 @@ WHILE_GENERATING = tuple(
 
 @dataclass(frozen=True)
 class Listens(Policy):
-    """Keeps everything and remembers what it was shown: by (step, layer) its statistics, by layer its weights."""
+    """Keeps everything and remembers what it was shown, by (step, layer): statistics, positions, newest weights."""
 
     name: ClassVar[str] = "listens"
 
     def __post_init__(self) -> None:
-        self.__dict__.update(asked=(), shown={}, newest={})
+        self.__dict__.update(asked=(), shown={}, places={}, newest={})
 
     def asking(self, *statistics: Statistic) -> Listens:
         self.__dict__["asked"] = statistics
@@ -81,6 +81,7 @@ class Listens(Policy):
     def _remember(self, view: LayerView) -> None:
         shown = {name: value.clone() for name, value in view.statistics.items()}
         self.__dict__["shown"][view.step, view.layer] = shown
+        self.__dict__["places"][view.step, view.layer] = view.positions.clone()
 
 
 @contextmanager
@@ -255,9 +256,15 @@ def test_statistics_go_on_while_generating(name: str) -> None:
         prompt = weights[0, layer.index][row][:, rows_of(tiny, row, "all")]
         later = [weights[step, layer.index][row] for step in range(1, steps)]
         all_rows = torch.cat([torch.nn.functional.pad(w, (0, width - w.shape[-1])) for w in [prompt, *later]], 1)
-        shown = listens.__dict__["shown"][steps - 1, layer.index]
+        last = (steps - 1, layer.index)
+        places = listens.__dict__["places"][last][row, 0]
+        held = places >= 0  # the others slid out of a window or are padding
+        seen = len(rows_of(tiny, row, "all")) + steps - 1
+        sliding = layer.kind == "sliding_attention"
+        assert int(held.sum()) == (min(seen, layer.window - 1) if sliding else seen)
         for asked in WHILE_GENERATING:
-            reference = columns(asked, all_rows, layer.store.keys.shape[1])
-            errors.append(distance(shown[asked.name][row], reference))
-        errors.append(distance(listens.__dict__["newest"][steps - 1, layer.index][row], later[-1][:, 0]))
+            reference = columns(asked, all_rows, layer.store.keys.shape[1])[:, places[held]]
+            errors.append(distance(listens.__dict__["shown"][last][asked.name][row][:, held], reference))
+        newest = listens.__dict__["newest"][last][row][:, held]
+        errors.append(distance(newest, later[-1][:, 0, places[held]]))
     prove(name, "statistics while generating", max(errors), LIMIT)
