@@ -7,6 +7,7 @@ letters under each map.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,32 +20,30 @@ from kvcli.report import forecast, units
 SHADES = {False: " ░▒▓█", True: " .:+#"}
 BARS = {False: "▁▂▃▄▅▆▇█", True: "_.-:=+*#"}
 STYLES = {"text": "yellow", "visual": "cyan", "generated": "green"}
-SMALLEST = 1e-2
-"""Attention below this share of the brightest is drawn as none."""
-BRIGHTEST = 97
-"""Percentile of a layer's attention from which on it is drawn as the most."""
-
-Floats = npt.NDArray[np.float64]
+RANKS = (0.5, 0.75, 0.9, 0.97)
+"""A cell of the attention map gets its shade by the share of its layer's cells that get less."""
 
 
 def attention_map(trace: Trace, width: int, plain: bool) -> Text:
-    """Layers x positions: how much attention each token got, on a logarithmic scale of each layer's own.
+    """Layers x positions: which tokens get the most attention of a layer, by rank, so that no sink blots out the rest.
 
-    From all queries of the prompt, or, for a generated token, from those that came after it. The scale ends below the
-    few largest values, so that a sink does not leave all others blank.
+    From all queries of the prompt, or, for a generated token, from those that came after it.
     """
-    rows = []
-    for layer in trace.layers:
-        values = np.where(trace.kinds == GENERATED, layer.answer, layer.importance)
-        largest = max(float(np.percentile(values, BRIGHTEST)), 1e-30)
-        rows.append(1 + np.log10(np.clip(values / largest, SMALLEST, 1)) / -np.log10(SMALLEST))
-    return _map("attention each token gets", trace, np.stack(rows), width, plain, np.max)
+    values = [np.where(trace.kinds == GENERATED, layer.answer, layer.importance) for layer in trace.layers]
+    edges = _edges(len(trace.kinds), width)
+    cells = np.array([[row[a:b].max() for a, b in edges] for row in values])
+    ranks = cells.argsort(1).argsort(1) / max(1, cells.shape[1] - 1)
+    title = "attention each token gets (darkest: the top 3 % of a layer, then 10, 25, 50 %)"
+    return _map(title, trace, edges, np.searchsorted(RANKS, ranks, side="right"), plain)
 
 
 def kept_map(trace: Trace, width: int, plain: bool) -> Text:
     """Layers x positions: what is held at the end."""
-    rows = np.stack([layer.present(len(trace.kinds)) for layer in trace.layers])
-    return _map(f"what {trace.policy['name']} holds at the end", trace, rows, width, plain, np.mean)
+    rows = [layer.present(len(trace.kinds)) for layer in trace.layers]
+    edges = _edges(len(trace.kinds), width)
+    cells = np.array([[row[a:b].mean() for a, b in edges] for row in rows])
+    shades = np.ceil(cells * (len(SHADES[plain]) - 1) - 1e-9).astype(int)
+    return _map(f"what {trace.policy['name']} holds at the end", trace, edges, shades, plain)
 
 
 def layer_table(trace: Trace, plain: bool) -> Table:
@@ -100,17 +99,14 @@ def _table(plain: bool) -> Table:
     return Table(box=box.ASCII2 if plain else box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
 
 
-def _map(title: str, trace: Trace, levels: Floats, width: int, plain: bool, reduce: object) -> Text:
-    """Rows of shaded cells, one for each layer; levels: [layers, C], 0 to 1."""
-    edges = _edges(levels.shape[1], max(10, width - 5))
+def _map(title: str, trace: Trace, edges: list[tuple[int, int]], shades: npt.NDArray[Any], plain: bool) -> Text:
+    """Rows of shaded cells, one for each layer; shades: [layers, cells], places in `SHADES`."""
     kinds = [KINDS[np.bincount(trace.kinds[a:b], minlength=len(KINDS)).argmax()] for a, b in edges]
     result = Text(f"{title}\n", style="bold")
-    for layer, row in zip(trace.layers, levels, strict=True):
+    for layer, row in zip(trace.layers, shades, strict=True):
         result.append(f"{layer.layer:3}  ", style="dim")
-        for (a, b), kind in zip(edges, kinds, strict=True):
-            level = float(reduce(row[a:b]))  # type: ignore[operator]
-            shades = SHADES[plain]
-            result.append(shades[int(np.ceil(min(level, 1.0) * (len(shades) - 1) - 1e-9))], style=STYLES[kind])
+        for shade, kind in zip(row, kinds, strict=True):
+            result.append(SHADES[plain][shade], style=STYLES[kind])
         result.append("\n")
     result.append("     ")
     for kind in kinds:
@@ -119,8 +115,8 @@ def _map(title: str, trace: Trace, levels: Floats, width: int, plain: bool, redu
     return result.append(f"\n     {legend}\n", style="dim")
 
 
-def _edges(columns: int, cells: int) -> list[tuple[int, int]]:
-    """The columns that fall into each cell: as many cells as fit, all of nearly the same width."""
-    cells = min(cells, columns)
+def _edges(columns: int, width: int) -> list[tuple[int, int]]:
+    """The columns that fall into each cell: as many cells as fit beside the layer, all of nearly the same width."""
+    cells = min(max(10, width - 5), columns)
     marks = np.linspace(0, columns, cells + 1).round().astype(int)
     return list(zip(marks[:-1].tolist(), marks[1:].tolist(), strict=True))
