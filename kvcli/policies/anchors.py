@@ -65,9 +65,9 @@ def over_layers(views: Sequence[LayerView], scores: Sequence[torch.Tensor]) -> l
     total = scores[0].new_zeros(scores[0].shape[0], 1, columns)
     count = torch.zeros_like(total)
     for view, score in zip(views, scores, strict=True):
-        index = view.positions.clamp(min=0)
+        index = view.positions.clamp(min=0).to(total.device)  # layers may be spread over several devices
         held = view.occupied.to(total)
         total = total.scatter_add(-1, index, (score * held).to(total))
         count = count.scatter_add(-1, index, held)
     mean = total / count.clamp(min=1)
-    return [mean.gather(-1, view.positions.clamp(min=0)) for view in views]
+    return [mean.to(view.positions.device).gather(-1, view.positions.clamp(min=0)) for view in views]

@@ -115,7 +115,7 @@ class HAE(Policy):
             columns = columns.to(view.keys.device)
             index = view.positions.masked_fill(~view.occupied, view.prompt.columns)
             view.shared["scores"] = columns.scatter(-1, index, self._judged(view))
-        first_layer = view.shared["scores"].gather(-1, view.positions.clamp(min=0))
+        first_layer = view.shared["scores"].to(view.positions.device).gather(-1, view.positions.clamp(min=0))
         if self.broadcast != "none":
             return first_layer
         own = self._judged(view)
