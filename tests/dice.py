@@ -31,6 +31,11 @@ class Dice(Policy):
     decode: Literal["grow", "drop", "merge"] = option("drop", "what happens while generating")
     changes: bool = option(True, "also new keys, values, counts, biases")
     most: int = option(3, "entries that leave a row in one step")
+    at_once: bool = option(False, "all layers are decided together, after the last one")
+
+    @property
+    def served_at_once(self) -> bool:
+        return self.at_once
 
     @property
     def acts_in_decode(self) -> bool:

@@ -9,6 +9,7 @@ Axis names as there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from kvcli.engine.adapter import KVCache, attached
 from kvcli.engine.rotary import Rotator
 from kvcli.policies.base import Policy
 from kvcli.policies.contract import Evict, Keep, LayerView, Prompt
+from kvcli.policies.full import Full
 
 NAME = "oracle"
 
@@ -93,36 +95,44 @@ def columns(view: LayerView, slots: Tensor) -> Tensor:
 
 @dataclass
 class Seen:
-    """What a query may use of a layer's columns: bool and float [B, Hkv, L]. Travels with the key tensor."""
+    """What a query may use of a layer's columns: bool and float [B, Hkv, L]. Travels with the key tensor. lag: how far
+    [B, 1, 1] the newest tokens stand from their true positions, or None."""
 
     layer: OracleLayer
     visible: Tensor
     bias: Tensor
     fresh: bool = True
+    lag: Tensor | None = None
 
 
 class OracleLayer(DynamicLayer):
     """Every key and value that ever came, and what the plan did to each."""
 
-    def __init__(self, index: int, sliding: bool, plan: list[Decision]) -> None:
+    def __init__(self, owner: OracleCache, index: int, window: int | None, plan: list[Decision]) -> None:
         super().__init__()
-        self.is_sliding = sliding
+        self.owner, self.index, self.is_sliding = owner, index, window is not None
+        self.window = window or sys.maxsize
         self.plan = [decision for decision in plan if decision.layer == index]
         self.visible = self.bias = self.counts = torch.empty(0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        new = torch.ones(key_states.shape[:3])
+        new, lag = torch.ones(key_states.shape[:3]), None
         if not self.is_initialized:
             self.visible, self.bias, self.counts = new[..., :0] > 0, new[..., :0], new[..., :0]
+        elif self.owner.policy.renumbers:
+            lag = self.owner.lag(self)
+            key_states = self.owner.rotator.turn(key_states, lag, self.index)
         self.visible = torch.cat([self.visible, new > 0], -1)
         self.bias = torch.cat([self.bias, new * 0], -1)
         self.counts = torch.cat([self.counts, new], -1)
+        if self.owner.hidden is not None:
+            self.visible[..., : self.owner.hidden.shape[-1]] &= ~self.owner.hidden
         super().update(key_states, value_states)
-        self._show(fresh=True)
+        self._show(fresh=True, lag=lag)
         return self.keys, self.values
 
-    def _show(self, fresh: bool) -> None:
-        self.keys._oracle = Seen(self, self.visible, self.bias, fresh)
+    def _show(self, fresh: bool, lag: Tensor | None = None) -> None:
+        self.keys._oracle = Seen(self, self.visible, self.bias, fresh, lag)
 
     def act(self) -> None:
         """Do what the plan says for this moment, if anything."""
@@ -133,6 +143,9 @@ class OracleLayer(DynamicLayer):
             self.bias, self.counts = self.bias.clone(), self.counts.clone()
             if isinstance(answer, Keep):
                 self._keep(answer)
+                if self.owner.policy.hides_tokens and self is self.owner.layers[0]:
+                    self.owner.hidden = ~self.visible[:, :1]
+                    self.owner.hidden[..., -1] = False  # the next token is read off its state
             else:
                 self._evict(answer)
             self._show(fresh=False)  # layers that hold pictures are read again as they are
@@ -192,15 +205,36 @@ class OracleLayer(DynamicLayer):
 
 
 class OracleCache(Cache):
-    """The stock layout with plain layers where the engine has its own."""
+    """The stock layout with plain layers where the engine has its own.
 
-    def __init__(self, config: Any, plan: list[Decision]) -> None:
+    padding: of each row of the first prompt. hidden: bool [B, 1, L], columns that left the hidden states of all layers
+    after the first, which is the same as being invisible there.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        plan: list[Decision],
+        policy: Policy | None = None,
+        padding: Sequence[int] = (),
+        rotator: Any = None,
+    ) -> None:
+        self.policy, self.padding, self.rotator = policy or Full(), padding, rotator
+        self.hidden: Tensor | None = None
         layers: list[Any] = []
         self.cross = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
         for index, stock in enumerate(DynamicCache(config=config).layers):
             plain = type(stock) in (DynamicLayer, DynamicSlidingWindowLayer)
-            layers.append(OracleLayer(index, stock.is_sliding, plan) if plain else stock)
+            layers.append(OracleLayer(self, index, getattr(stock, "sliding_window", None), plan) if plain else stock)
         super().__init__(layers=layers)
+
+    def lag(self, layer: OracleLayer) -> Tensor:
+        """Where tokens are numbered by the entries held: [B, 1, 1], the number of entries less the true position."""
+        rows = layer.visible.shape[0]
+        padding = torch.tensor(self.padding).repeat_interleave(rows // len(self.padding))
+        length = layer.visible.shape[-1]
+        held = layer.visible[..., max(0, length - layer.window + 1) :].sum(-1).amax(-1)
+        return (held + padding - length).clamp(max=0)[:, None, None]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Layers that hold pictures beside the text lose nothing."""
@@ -227,6 +261,8 @@ def oracle_attention(
     seen: Seen | None = getattr(key, "_oracle", None)
     if seen is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if seen.lag is not None:
+        query = seen.layer.owner.rotator.turn(query, seen.lag, seen.layer.index)
     group = query.shape[1] // key.shape[1]
     keys, values, visible, bias = (
         t.repeat_interleave(group, 1) for t in (key, value, seen.visible[:, :, None], seen.bias[:, :, None])
@@ -291,9 +327,13 @@ def compressed(tiny: architectures.Tiny, policy: Policy, steps: int = 8, **optio
         return generate(tiny, cache, steps, **options)
 
 
-def replayed(tiny: architectures.Tiny, plan: list[Decision], steps: int = 8, **options: Any) -> Result:
-    """The same run through the oracle."""
-    cache = OracleCache(tiny.model.config, plan)
+def replayed(
+    tiny: architectures.Tiny, plan: list[Decision], steps: int = 8, policy: Policy | None = None, **options: Any
+) -> Result:
+    """The same run through the oracle. policy: asked only whether it hides or renumbers tokens."""
+    rotator = Rotator(tiny.model) if policy is not None and policy.renumbers else None
+    padding = (tiny.inputs["attention_mask"] == 0).sum(-1).tolist()
+    cache = OracleCache(tiny.model.config, plan, policy, padding, rotator)
     with routed(tiny.model):
         result = generate(tiny, cache, steps, **options)
     assert cache.done(), "the oracle did not reach the end of the plan"
@@ -319,4 +359,4 @@ def error(tiny: architectures.Tiny, policy: Policy, steps: int = 8, **options: A
     """How far the engine is from the oracle under one policy; 1e-5 at most in float32."""
     told, plan = recorded(policy)
     ours = compressed(tiny, told, steps, **options)
-    return difference(ours, replayed(tiny, plan, steps, **options))
+    return difference(ours, replayed(tiny, plan, steps, policy, **options))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import architectures
 import pytest
@@ -14,6 +15,7 @@ import torch
 from dice import Dice
 from oracle import compressed, error
 from proofs import TOLERANCE, prove
+from test_policies_matrix import VARIANTS
 
 from kvcli import policies
 from kvcli.engine.adapter import KVCache
@@ -60,6 +62,11 @@ def test_random_decisions_in_batches_and_beams(name: str, batch: int, plan: str,
     prove(name, "beams" if beams > 1 else "oracle", error(tiny(name, batch), PLANS[plan], steps=8, num_beams=beams))
 
 
+@pytest.mark.parametrize("name", [*FOUR, "mllama", "gemma4", "qwen3_5"])
+def test_random_decisions_for_all_layers_at_once(name: str) -> None:
+    prove(name, "oracle", error(tiny(name, 3), replace(PLANS["per-head"], at_once=True), steps=6))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("plan", PLANS)
@@ -87,6 +94,25 @@ def test_random_decisions_change_what_the_model_says(name: str) -> None:
 @pytest.mark.parametrize("policy", [name for name in policies.names() if name != "full"])
 def test_every_policy(policy: str, name: str) -> None:
     prove(name, f"policy {policy}", error(tiny(name, 3), policies.create(policy), steps=8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize(("policy", "options"), VARIANTS)
+def test_every_variant_of_a_policy(policy: str, options: dict[str, Any], name: str) -> None:
+    """Among them: tokens that leave the hidden states, new tokens numbered by entries held, biases, turned keys."""
+    prove(name, f"policy {policy}", error(tiny(name, 3), policies.create(policy, **options), steps=12))
+
+
+@pytest.mark.parametrize("name", ["llava_gqa", "gemma3"])
+def test_tokens_that_leave_the_hidden_states(name: str) -> None:
+    prove(name, "policy hae", error(tiny(name, 3), policies.create("hae", broadcast="hidden", budget=0.5), steps=6))
+
+
+@pytest.mark.parametrize("name", ["llava_gqa", "gemma3"])
+def test_tokens_that_are_numbered_by_entries_held(name: str) -> None:
+    policy = policies.create("elastic", positions="compressed")
+    prove(name, "policy elastic", error(tiny(name, 3), policy, steps=6))
 
 
 @pytest.mark.slow

@@ -39,10 +39,13 @@ class Survivors:
 
 
 def survivors(positions: Tensor, start: int, length: int) -> Survivors:
-    """Those of the cached positions [B, 1, S] that belong to the columns being fed."""
+    """Those of the cached positions [B, 1, S] that belong to the columns being fed, and the newest column in any case:
+    the next token is read off its state."""
     if positions.shape[1] != 1:
         raise UsageError("tokens can leave the hidden states only when all heads agree on them")
-    inside = positions.masked_fill(positions < start, -1)
+    newest = start + length - 1
+    inside = positions.masked_fill((positions < start) | (positions == newest), -1)
+    inside = torch.cat([inside, inside.new_full((*inside.shape[:2], 1), newest)], -1)
     held = (inside >= 0).sum(-1)[:, 0].tolist()
     columns = inside.sort(dim=-1).values[..., -max(held) :]
     return Survivors(columns, tuple(held), start, length)
