@@ -131,7 +131,7 @@ def test_the_page_has_every_policy_and_the_perplexity_over_all_tokens(tmp_path):
         for budget in BUDGETS
         for photo, tokens, nll in (("a", 10, 1.0), ("b", 30, 2.0))
     ]
-    text = fidelity_page.write(records, fidelity_page.Setting("a model", "why?", 30))
+    text = fidelity_page.write(records, fidelity_page.Setting("a command", "a model", "why?", 30))
     ppl = f"{math.exp((10 * 1.0 + 30 * 2.0) / 40):.3f}"
     assert text.count(f"| {ppl} | 90.0 % | 0.1000 | 0.750 | none | 50.0 % | 50.0 % |") >= 3 * len(POLICIES)
     assert f"{math.exp(0.5):.3f}" in text

@@ -10,6 +10,7 @@ a run that was stopped goes on where it was. Knows files and sessions; what is c
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,7 @@ def main(
 ) -> None:
     """Measure every policy against the full cache on the same photos."""
     arms = [arm for arm in all_arms() if only in arm.key]
+    command = shlex.join(["python", "-m", "kvcli.bench.fidelity", *sys.argv[1:]])
     try:
         chosen = find_photos(photos, count)
         session = Session.load(model)
@@ -177,7 +179,7 @@ def main(
         run(session, chosen, arms, records, decoding, prompt=prompt, batch=batch)
     except UsageError as error:
         raise typer.BadParameter(str(error)) from error
-    text = fidelity_page.write(list(read(records)), fidelity_page.Setting(session.facts, prompt, tokens))
+    text = fidelity_page.write(list(read(records)), fidelity_page.Setting(command, session.facts, prompt, tokens))
     if page is None:
         print(text)
     else:

@@ -20,6 +20,7 @@ SURE = 2.0
 class Setting:
     """How the records came about."""
 
+    command: str
     facts: str
     prompt: str
     tokens: int
@@ -34,7 +35,7 @@ def write(records: Sequence[Record], setting: Setting) -> str:
     total = sum(int(r["tokens"]) for r in next(iter(by_arm.values())).values()) if by_arm else 0
     parts = [
         "# How true each policy is to the full cache",
-        f"`python -m kvcli.bench.fidelity` on {setting.facts}; {photos} photos, {total} tokens of answers of at most "
+        f"`{setting.command}` on {setting.facts}; {photos} photos, {total} tokens of answers of at most "
         f'{setting.tokens} tokens each, prompt "{setting.prompt}". No labels: the yardstick is what the full cache '
         "of the same model wrote. PPL: perplexity of that answer, fed token by token while the policy evicts (the "
         "full cache's own is in the first line). Top-1: steps at which both rank the same token first. KL: nats a "

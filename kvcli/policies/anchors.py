@@ -67,7 +67,7 @@ def over_layers(views: Sequence[LayerView], scores: Sequence[torch.Tensor]) -> l
     for view, score in zip(views, scores, strict=True):
         index = view.positions.clamp(min=0).to(total.device)  # layers may be spread over several devices
         held = view.occupied.to(total)
-        total = total.scatter_add(-1, index, (score * held).to(total))
+        total = total.scatter_add(-1, index, score.to(total) * held)
         count = count.scatter_add(-1, index, held)
     mean = total / count.clamp(min=1)
     return [mean.to(view.positions.device).gather(-1, view.positions.clamp(min=0)) for view in views]
