@@ -26,7 +26,8 @@ class Fault:
     tests: tuple[str, ...]
 
 
-ADAPTER, CACHE, ATTENTION = "kvcli/engine/adapter.py", "kvcli/engine/cache.py", "kvcli/engine/attention.py"
+ADAPTER, LAYERS = "kvcli/engine/adapter.py", "kvcli/engine/layers.py"
+CACHE, ATTENTION = "kvcli/engine/cache.py", "kvcli/engine/attention.py"
 MASKS, CONTRACT = "kvcli/engine/masks.py", "kvcli/policies/contract.py"
 ORACLE = "tests/test_engine_oracle.py::"
 
@@ -35,11 +36,11 @@ FAULTS = (
         "physical instead of logical length",
         (
             (
-                ADAPTER,
+                LAYERS,
                 "    def get_seq_length(self) -> int:\n        return self.store.seen",
                 "    def get_seq_length(self) -> int:\n        return self.store.extent",
             ),
-            (ADAPTER, "return self.store.seen + query_length, 0", "return self.store.extent + query_length, 0"),
+            (LAYERS, "return self.store.seen + query_length, 0", "return self.store.extent + query_length, 0"),
             (MASKS, "    if positions is None:\n        return mask", "    if True:\n        return mask"),
         ),
         (ORACLE + "test_random_decisions_in_batches_and_beams",),
