@@ -9,13 +9,14 @@ import architectures
 import pytest
 import torch
 from oracle import compressed
-from proofs import prove
+from proofs import every_architecture, prove
 from test_statistics import Listens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvcli import policies
+from kvcli.engine.adapter import entry_bytes
 from kvcli.engine.run import SLACK
 from kvcli.policies.base import Policy
 from kvcli.policies.contract import Columns, Rows, RowSummary
@@ -131,3 +132,11 @@ def test_a_picture_beside_the_text_is_counted_and_compressed(policy: str) -> Non
     entry = 2 * 2 * 16 * 4  # keys and values, two KV heads of 16 numbers of 4 bytes
     assert held.full_bytes(fed) == 3 * fed * entry + 2 * 34 * entry
     assert held.bytes_used() == sum(layer.store.extent for layer in [*held.ours, *held.pictures]) * 2 * entry
+
+
+@pytest.mark.parametrize("name", every_architecture("llava_gqa", "gemma4", "mllama", "qwen3_5"))
+def test_the_size_of_an_entry_is_known_before_anything_is_read(name: str) -> None:
+    """Layers of one model may differ in it."""
+    tiny = architectures.build(name, 1)
+    held = compressed(tiny, Full(), 2).cache
+    assert entry_bytes(tiny.model.config, torch.float32) == [layer.store.bytes_per_slot() for layer in held.ours]

@@ -53,7 +53,11 @@ def layer_report(config: Any) -> list[tuple[int, str, bool, str]]:
 def entry_bytes(config: Any, dtype: torch.dtype) -> list[int]:
     """KV bytes of one token in each of our layers; what holds pictures beside the text does not grow with it."""
     text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    growing = [kind for kind, stock in layout(config) if compressible(stock) and kind != "cross_attention"]
-    return [2 * heads * width * dtype.itemsize for _ in growing]
+    sizes = []
+    for index, (kind, stock) in enumerate(layout(config)):
+        if compressible(stock) and kind != "cross_attention":
+            layer = text.per_layer_config[index] if getattr(text, "is_heterogeneous", False) else text
+            heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+            width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+            sizes.append(2 * heads * width * dtype.itemsize)
+    return sizes
