@@ -62,6 +62,14 @@ def test_what_was_kept_stays_clear_and_the_rest_is_covered() -> None:
     assert np.ptp(pixels[10, 35]) == 0, "what no token sees has no colour"
 
 
+def test_what_some_layers_kept_is_half_clear() -> None:
+    picture = Image.new("RGB", (30, 10), (220, 20, 20))
+    boxes = np.array([[0.0, 0, 10, 10], [10, 0, 20, 10], [20, 0, 30, 10]])
+    pixels = np.asarray(heat.kept(picture, np.array([1.0, 0.5, 0.0]), boxes, picture.size)).astype(int)
+    redness = [pixels[5, x, 0] - pixels[5, x, 1] for x in (5, 15, 25)]
+    assert redness == [200, 100, 0]
+
+
 def test_what_a_grey_picture_gets_too_is_not_shown_as_looked_at() -> None:
     grey = Image.new("RGB", (40, 40), (120, 120, 120))
     boxes = np.array([[0.0, 0, 20, 20], [20, 0, 40, 20], [0, 20, 20, 40], [20, 20, 40, 40]])

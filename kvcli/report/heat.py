@@ -68,20 +68,26 @@ def fates(picture: Image.Image, fate: npt.NDArray[np.int64], boxes: Floats, size
         worst[rows, columns] = np.where(seen[rows, columns], np.minimum(worst[rows, columns], fate[index]), fate[index])
         seen[rows, columns] = True
     pixels = np.asarray(picture.convert("RGB"), dtype=np.float64)
-    unseen = pixels.mean(-1, keepdims=True) * 0.25 + 150
+    pale = _pale(pixels)
     for code, (colour, strength) in TINTS.items():
         covered = pixels * (1 - strength) + np.array(colour) * strength
         pixels = np.where((worst == code)[..., None], covered, pixels)
-    return Image.fromarray(np.where(seen[..., None], pixels, unseen).astype(np.uint8))
+    return Image.fromarray(np.where(seen[..., None], pixels, pale).astype(np.uint8))
 
 
 def kept(picture: Image.Image, share: Floats, boxes: Floats, size: tuple[int, int]) -> Image.Image:
-    """The picture as bright as its entries were kept: share [n], 0 to 1; where boxes overlap, the highest shows."""
+    """The picture as clear as its entries were kept: share [n], 1 clear to 0 pale; where boxes overlap, the highest
+    shows. size: of the original picture, which `boxes` is about."""
     level = np.zeros(picture.size[::-1])
     for index, (rows, columns) in _areas(boxes, size, picture.size):
         level[rows, columns] = np.maximum(level[rows, columns], share[index])
-    pixels = np.asarray(picture.convert("RGB"), dtype=np.float64) * (0.1 + 0.9 * level[..., None])
-    return Image.fromarray(pixels.astype(np.uint8))
+    pixels, clear = np.asarray(picture.convert("RGB"), dtype=np.float64), level[..., None]
+    return Image.fromarray((pixels * clear + _pale(pixels) * (1 - clear)).astype(np.uint8))
+
+
+def _pale(pixels: Floats) -> Floats:
+    """Without colour and nearly without contrast, so that it shows beside dark and bright pictures."""
+    return np.asarray(pixels.mean(-1, keepdims=True) * 0.25 + 150)
 
 
 def _areas(
