@@ -391,8 +391,9 @@ def test_a_model_is_left_as_it_was_found_after_a_failure() -> None:
 
 
 def session_of(model: Tiny) -> Session:
-    """A session of a tiny model; its tokenizer can only pad, which is all that a run of prepared inputs needs."""
-    processor: Any = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=0))
+    """A session of a tiny model; a run of prepared inputs needs no more of a tokenizer."""
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=0, decode=lambda tokens, **told: str(tokens))
+    processor: Any = SimpleNamespace(tokenizer=tokenizer)
     return Session(Loaded("tiny", "", model.model, processor, torch.device("cpu"), torch.float32, ""))
 
 

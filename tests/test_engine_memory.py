@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracle import compressed
 from proofs import every_architecture, prove
+from test_engine_life import prepared, session_of
 from test_statistics import Listens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvcli import policies
 from kvcli.engine.adapter import entry_bytes
-from kvcli.engine.run import SLACK
+from kvcli.engine.session import Decoding
 from kvcli.policies.base import Policy
 from kvcli.policies.contract import Columns, Rows, RowSummary
 from kvcli.policies.full import Full
@@ -93,9 +94,9 @@ def test_eager_attention_would_be_noticed() -> None:
     [Full(), pytest.param(policies.create("snapkv", budget=1.0), marks=pytest.mark.slow)],
     ids=lambda p: p.name,
 )
-def test_a_sliding_layer_holds_its_window_and_the_longest_draft(policy: Policy) -> None:
+def test_a_sliding_layer_holds_its_window(policy: Policy) -> None:
     """What slid out is freed also under a policy that keeps everything, and nothing that is seen is lost."""
-    tiny, steps = architectures.build("gemma3", 2), 150
+    tiny, steps = architectures.build("gemma3", 2), 30
     told = {"max_new_tokens": steps, "return_dict_in_generate": True, "output_logits": True}
     with torch.inference_mode():
         stock = tiny.model.generate(**tiny.inputs, **tiny.generate_kwargs, **told)
@@ -103,17 +104,17 @@ def test_a_sliding_layer_holds_its_window_and_the_longest_draft(policy: Policy) 
     assert torch.equal(ours.tokens, stock.sequences)
     slots = {layer.kind: layer.store.extent for layer in ours.cache.ours}
     assert slots["full_attention"] == ours.cache.ours[0].store.seen
-    assert slots["sliding_attention"] <= ours.cache.ours[0].window + 2 * SLACK + 1
+    assert slots["sliding_attention"] <= ours.cache.ours[0].window
     prove("gemma3", "stock", float((ours.logits - torch.stack(stock.logits)).abs().max() / ours.logits.abs().max()))
 
 
 @pytest.mark.slow
 def test_drafts_are_taken_back_after_entries_slid_out() -> None:
-    tiny, steps = architectures.build("gemma3", 1), 180
+    tiny, steps = architectures.build("gemma3", 1), 80
     plain = compressed(tiny, Full(), steps)
     drafted = compressed(tiny, Full(), steps, prompt_lookup_num_tokens=10)
     assert torch.equal(plain.tokens, drafted.tokens)
-    assert drafted.cache.ours[0].store.extent <= drafted.cache.ours[0].window + 2 * SLACK + 11
+    assert drafted.cache.ours[0].store.extent <= drafted.cache.ours[0].window + 3 * 11  # drafts of ten
 
 
 @pytest.mark.parametrize("policy", ["full", "elastic", "snapkv"])
@@ -140,3 +141,16 @@ def test_the_size_of_an_entry_is_known_before_anything_is_read(name: str) -> Non
     tiny = architectures.build(name, 1)
     held = compressed(tiny, Full(), 2).cache
     assert entry_bytes(tiny.model.config, torch.float32) == [layer.store.bytes_per_slot() for layer in held.ours]
+
+
+@pytest.mark.parametrize("policy", ["full", "elastic", "h2o"])
+@pytest.mark.parametrize("name", every_architecture("llava_gqa", "gemma3", "mllama", "llama4"))
+def test_accounts_of_a_run_add_up(name: str, policy: str) -> None:
+    """What is held is never more than a full cache would hold, and the estimate before the run covers the peak."""
+    tiny, decoding = architectures.build(name, 1), Decoding(max_new_tokens=5)
+    session, chosen = session_of(tiny), policies.create(policy)
+    outcome = session.run([prepared(tiny)], chosen, decoding)[0]
+    assert outcome.bytes_held <= outcome.bytes_full
+    assert outcome.bytes_held <= outcome.bytes_peak <= session.batch_bytes([outcome.prompt_tokens], chosen, decoding)
+    if policy == "full":
+        assert outcome.bytes_held == outcome.bytes_full

@@ -25,12 +25,12 @@ from kvcli.engine.coordinates import locating
 from kvcli.engine.hidden import hiding, survivors
 from kvcli.engine.kvcache import KVCache
 from kvcli.engine.layers import Handle, KVLayer, PictureLayer
-from kvcli.engine.layout import entry_bytes, layer_report
+from kvcli.engine.layout import entry_bytes, layer_report, picture_bytes
 from kvcli.engine.masks import physical_mask
 from kvcli.engine.run import Turn
 from kvcli.errors import StartError
 
-__all__ = ["KVCache", "after_attention", "attached", "entry_bytes", "layer_report"]
+__all__ = ["KVCache", "after_attention", "attached", "entry_bytes", "layer_report", "picture_bytes"]
 
 NAME = "kvcli"
 
@@ -101,7 +101,7 @@ def after_attention(layer: KVLayer, turn: Turn, queries: int, columns: Tensor | 
         if cache.policy.hides_tokens and layer is cache.ours[0]:
             cache.survivors = survivors(layer.store.located(), layer.store.seen - queries, queries)
     elif turn.step > 0:
-        turn.slide()
+        turn.slide(queries)
         if queries == 1 and cache.policy.acts_in_decode:
             turn.evict()
 

@@ -169,7 +169,8 @@ class KVCache(Cache):
         holds more than its window, and pictures beside the text come on top."""
         total = 0
         for layer in self.ours:
-            slots = seen if layer.window is None else min(seen, layer.window)
+            window = layer.window if layer.kind == "sliding_attention" else None
+            slots = seen if window is None else min(seen, window)
             total += layer.store.bytes_per_slot() // max(1, len(layer.store.free)) * slots
         for layer in self.pictures:
             total += layer.store.bytes_per_slot() // max(1, len(layer.store.free)) * layer.store.seen

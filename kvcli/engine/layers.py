@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcli.engine.cache import LayerCache
-from kvcli.engine.run import SLACK, Turn
+from kvcli.engine.run import Turn
 
 if TYPE_CHECKING:
     from kvcli.engine.kvcache import KVCache
@@ -104,8 +104,6 @@ class KVLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        if self.turn is not None and self.turn.slid and abs(tokens_to_remove) > SLACK:
-            raise ValueError(f"a sliding window can give back {SLACK} tokens at most, not {abs(tokens_to_remove)}")
         if tokens_to_remove:
             self.store.crop(abs(tokens_to_remove))
 

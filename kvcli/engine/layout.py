@@ -61,3 +61,14 @@ def entry_bytes(config: Any, dtype: torch.dtype) -> list[int]:
             width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
             sizes.append(2 * heads * width * dtype.itemsize)
     return sizes
+
+
+def picture_bytes(config: Any, dtype: torch.dtype) -> list[int]:
+    """KV bytes of one picture, at most, in each layer that holds pictures beside the text."""
+    text, tower = config.get_text_config(decoder=True), getattr(config, "vision_config", None)
+    layers = [index for index, (kind, _) in enumerate(layout(config)) if kind == "cross_attention"]
+    if not layers or tower is None:
+        return []
+    entries = tower.max_num_tiles * ((tower.image_size // tower.patch_size) ** 2 + 1)
+    width = text.hidden_size // text.num_attention_heads
+    return [2 * entries * text.num_key_value_heads * width * dtype.itemsize for _ in layers]

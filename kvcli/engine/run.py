@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.attention import Gather, Latest, Listener, attend, attend_and_gather, finish
-from kvcli.engine.cache import LayerCache
+from kvcli.engine.cache import BLOCK, LayerCache
 from kvcli.engine.coordinates import Coordinates
 from kvcli.policies.base import Policy, keep_where
 from kvcli.policies.contract import Columns, Evict, Keep, LayerView, Prompt, Statistic
-
-SLACK = 64
-"""Columns that a sliding layer holds beyond its window while generating: the longest draft that can be taken back."""
 
 
 class Turns(Protocol):
@@ -35,7 +32,7 @@ class Turn:
     gathered: statistics that do not follow entries (raw rows, row summaries), until the prompt is compressed.
     weights: [B, H, S] of the newest query, for policies that ask. columns: int64 [B, 1, T] of the queries at hand,
     where they are not simply the newest ones. first: whether no layer that a policy acts on comes before this one.
-    shared: see `LayerView`. slid: the last column that was freed because no later token can see it.
+    shared: see `LayerView`.
     """
 
     layer: int
@@ -52,7 +49,6 @@ class Turn:
     weights: Tensor | None = None
     columns: Tensor | None = None
     compressed: bool = False
-    slid: int = 0
 
     @property
     def step(self) -> int:
@@ -162,25 +158,17 @@ class Turn:
                 self.store.rewrite(*answer.rewrite)
             self.store.evict(answer.slots, answer.leaving)
 
-    def slide(self) -> None:
-        """Free what slid out of the window, which no later token can see.
-
-        Each token by token for a policy that counts what is held; else now and then, some columns late, so that drafts
-        can be taken back.
-        """
-        if self.window is None:
-            return
-        late = 0 if self.policy.acts_in_decode else SLACK
-        end = self.store.seen - self.window - late
-        if late == 0 or end - self.slid >= SLACK:
-            self._expire(end)
-            self.slid = end
+    def slide(self, queries: int) -> None:
+        """Free what slid out of the window, which no later token can see: neither after the newest token, nor, where
+        several were fed, after any of them, since drafts may be taken back."""
+        if self.window is not None:
+            self._expire(self.store.seen - self.window - (queries if queries > 1 else 0))
 
     @property
     def growth(self) -> int:
         """Slots to reserve for what is generated."""
         growth = self.policy.growth(self.prompt)
-        return growth if self.window is None else min(growth, 2 * SLACK)
+        return growth if self.window is None else min(growth, BLOCK)
 
     # --- inside
 
@@ -188,7 +176,6 @@ class Turn:
         """What a sliding layer keeps of a prompt that the policy leaves alone: all that a later token can see."""
         if self.window is None or self.store.seen < self.window:
             return None
-        self.slid = self.store.seen - self.window
         positions = self._to_keep(self.store.located())
         return keep_where(positions >= 0, positions, self._held())
 

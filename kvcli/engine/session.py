@@ -190,7 +190,8 @@ class Session:
     def batch_bytes(self, lengths: Sequence[int], policy: Policy, decoding: Decoding) -> int:
         """KV bytes that a batch of prompts of these lengths will hold at its peak, beams included.
 
-        The peak is the largest of: all layers compressed but one, and the end of the generation.
+        The peak is the largest of: all layers compressed but one, and the end of the generation. A picture beside the
+        text counts whole.
         """
         rows, longest = len(lengths) * decoding.num_beams, max(lengths)
         prompt = Prompt(torch.ones(1, 1), torch.zeros(1, 1), tuple(lengths), decoding.max_new_tokens)
@@ -198,7 +199,8 @@ class Session:
         end = kept + policy.growth(prompt)
         layers = adapter.entry_bytes(self.model.config, self.dtype)
         in_prefill = sum(layers) * (longest if policy.served_at_once else kept) + max(layers) * longest
-        return rows * max(sum(layers) * end, in_prefill)
+        beside = sum(adapter.picture_bytes(self.model.config, self.dtype))
+        return rows * (max(sum(layers) * end, in_prefill) + beside)
 
     def free_bytes(self) -> int:
         """Memory that is free on the model's device."""
