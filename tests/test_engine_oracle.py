@@ -51,7 +51,7 @@ def test_a_full_cache_gives_the_tokens_and_logits_of_stock_generate(name: str) -
 @pytest.mark.parametrize("name", architectures.names())
 def test_random_decisions_on_every_architecture(name: str) -> None:
     model = tiny(name, 3)
-    prove(name, "oracle", error(model, PLANS["per-head"], steps=10))
+    prove(name, "oracle", error(model, PLANS["per-head"], steps=6))
 
 
 @pytest.mark.parametrize("beams", [1, 2])
@@ -59,7 +59,7 @@ def test_random_decisions_on_every_architecture(name: str) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", FOUR)
 def test_random_decisions_in_batches_and_beams(name: str, batch: int, plan: str, beams: int) -> None:
-    prove(name, "beams" if beams > 1 else "oracle", error(tiny(name, batch), PLANS[plan], steps=8, num_beams=beams))
+    prove(name, "beams" if beams > 1 else "oracle", error(tiny(name, batch), PLANS[plan], steps=6, num_beams=beams))
 
 
 @pytest.mark.parametrize("name", [*FOUR, "mllama", "gemma4", "qwen3_5"])
@@ -93,7 +93,7 @@ def test_random_decisions_change_what_the_model_says(name: str) -> None:
 @pytest.mark.parametrize("name", FOUR)
 @pytest.mark.parametrize("policy", [name for name in policies.names() if name != "full"])
 def test_every_policy(policy: str, name: str) -> None:
-    prove(name, f"policy {policy}", error(tiny(name, 3), policies.create(policy), steps=8))
+    prove(name, f"policy {policy}", error(tiny(name, 3), policies.create(policy), steps=5))
 
 
 @pytest.mark.slow
