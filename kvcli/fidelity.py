@@ -7,6 +7,9 @@ Perplexity follows the protocol of Elastic Cache (Liu et al., ECCV 2024, section
 and the policy acts after every token. All tokens of the answer count, the end-of-text token too when the model wrote
 it: the first is predicted by the prompt, before anything has left the cache; the last is predicted but never fed.
 (The released code leaves the last one out.) A given text is tokenised as it stands, without special tokens.
+
+All scores are of the model's raw distribution. Answers are written with the user's and the model's own settings, such
+as a repetition penalty: with one, two caches that agree on every fed token may still write different answers.
 """
 
 from __future__ import annotations
