@@ -49,7 +49,8 @@ logit or statistic, in float32; the tests allow {TOLERANCE:.0e}. Where tokens ar
 - **random decisions**: entries kept, dropped, merged, rewritten and biased at random, for each row and KV head, against
   a full, plain cache with masked softmax that replays the same decisions.
 - **beams**: the same with beam search, repeated sequences and drawn tokens.
-- **policies**: every policy that is installed, against the same plain cache.
+- **policies**: every policy that is installed, against the same plain cache (Gemma 4 in float64: with random weights it
+  makes much of rounding).
 - **statistics**: what policies are shown, against the library's eager attention.
 - **in chunks**: the prompt fed in pieces. **drafts**: prompt lookup, whose wrong guesses are taken back.
 - **later turn**: further text on the same cache. **later picture**: a further picture on it.
