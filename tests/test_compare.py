@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kvcli import comparison, fidelity, policies, records
 from kvcli.cli.app import app
-from kvcli.cli.compare import read_references
+from kvcli.cli.subjects import read_references
 from kvcli.comparison import Comparison, Subject
 from kvcli.engine.session import Decoding, Request, Session
 from kvcli.errors import UsageError

@@ -6,17 +6,17 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.cli import errors, run, study
+from kvcli.cli import errors, run, study, subjects
 from kvcli.cli.options import picture_command
 from kvcli.cli.settings import Resolved
 from kvcli.cli.terminal import Interrupts, Terminal
-from kvcli.errors import PictureError, UsageError
+from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
     from kvcli.comparison import Comparison, Measured, Subject
@@ -77,60 +77,38 @@ def compare(
     names = study.words(policies) if policies else _known()
     shares = study.words(budgets) if budgets else [settings.budget] if settings.budget else study.words(BUDGETS)
     found = _policies(names, shares, settings)
-    given = read_references(references) if references else None
+    given = subjects.read_references(references) if references else None
     prompt = run.read_prompt(inputs, settings)
     jobs = list(study.only_jobs(run.find_jobs(inputs, settings), screen))
     with contextlib.ExitStack() as stack:
-        known, write = _records(settings, stack)
+        known, write = subjects.record_file(settings, stack)
         with run.stdout_is_data():
             session = run.load_session(settings, screen, clock)
 
-        def subjects() -> Iterator[Subject]:
-            return _subjects(jobs, prompt, settings, screen, given)
+        def pictures() -> Iterator[Subject]:
+            return subjects.opened(jobs, prompt, settings, screen, given)
 
         search = None
         if auto is not None:
             with run.stdout_is_data():
-                search = find_budgets(session, subjects(), names, settings, auto, screen)
+                search = find_budgets(session, pictures(), names, settings, auto, screen)
             found = _policies(["full"], [], settings) + [
                 study.make_policy(name, settings, share) for name, (share, _) in search.found.items()
             ]
         work = _work(found, settings)
         entries: list[JSON] = []
-        asked = _measure(session, subjects, work, known, entries, write, screen, settings, alone=len(jobs) == 1)
+        asked = _measure(session, pictures, work, known, entries, write, screen, settings, alone=len(jobs) == 1)
         if page is not None:
             with run.stdout_is_data():
-                _write_page(page, session, subjects, work, entries, settings, details, search, given is not None)
+                _write_page(page, session, pictures, work, entries, settings, details, search, given is not None)
             screen.note(f"page: {page}")
     _tell(entries, settings, search, csv=csv)
     return errors.INTERRUPTED if asked else _exit_code(entries)
 
 
-def read_references(path: str) -> dict[str, str]:
-    """Answers by id or path from a JSONL file: each line has `id` or `path` (or `image`), and `answer` or `text`."""
-    answers: dict[str, str] = {}
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--references {path} can't be read: {getattr(error, 'strerror', None) or error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            fields = json.loads(line)
-            text = fields.get("answer") or fields.get("text")
-        except (ValueError, AttributeError) as error:
-            raise UsageError(f"--references {path}, line {number} is no JSON object") from error
-        names = [fields[k] for k in ("id", "path", "image") if isinstance(fields.get(k), str)]
-        if not isinstance(text, str) or not text.strip() or not names:
-            raise UsageError(f"--references {path}, line {number} needs `id` or `path`, and `answer` or `text`")
-        answers |= dict.fromkeys(names, text)
-    return answers
-
-
 def find_budgets(
     session: Session,
-    subjects: Iterator[Subject],
+    pictures: Iterator[Subject],
     names: list[str],
     settings: Resolved,
     tolerance: float,
@@ -143,7 +121,7 @@ def find_budgets(
     if tolerance < 0:
         raise UsageError(f"--auto {tolerance:g}: a tolerance is 0 or more")
     references = []
-    for subject in subjects:
+    for subject in pictures:
         if subject.failure is None:
             texts = None if subject.answer is None else [subject.answer]
             prepared = [session.prepare(subject.request)]
@@ -177,57 +155,9 @@ def _work(found: list[Policy], settings: Resolved) -> Comparison:
     return Comparison(tuple(found), run.make_decoding(settings), settings.batch_size or 1)
 
 
-def _subjects(
-    jobs: list[Any], prompt: str, settings: Resolved, screen: Terminal, given: Mapping[str, str] | None
-) -> Iterator[Subject]:
-    """The pictures, opened one by one; one that can't be read says why."""
-    from kvcli.comparison import Subject
-    from kvcli.engine.session import Request
-    from kvcli.records import Failure, ImageFacts
-
-    for job in jobs:
-        try:
-            opened = study.open_job(job, prompt, settings, screen)
-            answer = None if given is None else _answer(given, job.id, job.paths)
-            yield Subject(job.index, job.id, opened.request, opened.images, answer)
-        except PictureError as error:
-            request = Request((), job.prompt or prompt, settings.system)
-            images = tuple(ImageFacts(path) for path in job.paths)
-            yield Subject(job.index, job.id, request, images, failure=Failure("PictureError", str(error)))
-
-
-def _answer(given: Mapping[str, str], name: str, paths: tuple[str, ...]) -> str:
-    for candidate in (name, *paths, *(Path(path).name for path in paths)):
-        if candidate in given:
-            return given[candidate]
-    raise PictureError(f"--references has no answer for {name}")
-
-
-def _records(settings: Resolved, stack: contextlib.ExitStack) -> tuple[dict[bytes, JSON], Any]:
-    """Successes of an earlier run by key, and what takes each new record."""
-    from kvcli import records
-
-    if settings.output is None:
-        if settings.resume:
-            raise UsageError("--resume needs -o FILE.jsonl to go on with")
-        return {}, (lambda entry: None)
-    path = Path(settings.output)
-    if path.suffix != ".jsonl":
-        raise UsageError(f"--output {path} must end in .jsonl: compare writes records")
-    file = records.RecordFile(path, overwrite=settings.overwrite, resume=settings.resume)
-    stack.callback(file.close)
-    known = {}
-    if settings.resume:
-        with path.open("rb") as lines:
-            for entry in filter(None, map(records.parse, lines)):
-                if not entry["error"] and entry.get("fidelity"):
-                    known[records.key(entry)] = entry
-    return known, file.write
-
-
 def _measure(
     session: Session,
-    subjects: Any,
+    pictures: Any,
     work: Comparison,
     known: dict[bytes, JSON],
     entries: list[JSON],
@@ -242,7 +172,7 @@ def _measure(
 
     tell = screen.note if alone else screen.detail
     with Interrupts(screen) as interrupts, screen.progress(None):
-        measured = comparison.run(session, subjects(), work, done=known, stop=lambda: interrupts.asked)
+        measured = comparison.run(session, pictures(), work, done=known, stop=lambda: interrupts.asked)
         while True:
             with run.stdout_is_data():
                 each = next(measured, None)
@@ -273,7 +203,7 @@ def _tell_record(each: Measured, tell: Callable[[str], None], screen: Terminal) 
 def _write_page(
     path: Path,
     session: Session,
-    subjects: Any,
+    pictures: Any,
     work: Comparison,
     entries: list[JSON],
     settings: Resolved,
@@ -291,7 +221,7 @@ def _write_page(
         if not entry["error"]:
             by_id.setdefault((entry["index"], entry["id"]), []).append(entry)
     shown: list[page.Shown] = []
-    for subject in subjects():
+    for subject in pictures():
         mine = by_id.get((subject.index, subject.id))
         if not mine or len(shown) == details:
             continue
