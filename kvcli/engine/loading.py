@@ -17,6 +17,7 @@ import psutil
 import torch
 import transformers
 
+from kvcli.engine.stills import load_processor
 from kvcli.errors import StartError, UsageError
 
 BUILTIN = "builtin"
@@ -62,7 +63,7 @@ def load(
     _check_size(name, where, chosen, number)
     several = device == "auto" and chosen.type == "cuda" and torch.cuda.device_count() > 1
     with _explained(name, offline):
-        processor = transformers.AutoProcessor.from_pretrained(where, **shared)
+        processor = load_processor(where, config, **shared)
         model = (
             _model_class(config)
             .from_pretrained(
