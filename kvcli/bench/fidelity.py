@@ -21,7 +21,7 @@ import torch
 import typer
 from torch import Tensor
 
-from kvcli import fidelity, images
+from kvcli import builtin, fidelity, images
 from kvcli.bench import fidelity_page
 from kvcli.bench.arms import Arm, all_arms
 from kvcli.engine.adapter import KVCache
@@ -179,7 +179,10 @@ def main(
         run(session, chosen, arms, records, decoding, prompt=prompt, batch=batch)
     except UsageError as error:
         raise typer.BadParameter(str(error)) from error
-    text = fidelity_page.write(list(read(records)), fidelity_page.Setting(command, session.facts, prompt, tokens))
+    facts = session.facts
+    if model == builtin.NAME:
+        facts += f", checkpoint {builtin.checkpoint_folder().name}"
+    text = fidelity_page.write(list(read(records)), fidelity_page.Setting(command, facts, prompt, tokens))
     if page is None:
         print(text)
     else:

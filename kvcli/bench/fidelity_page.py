@@ -43,7 +43,9 @@ def write(records: Sequence[Record], setting: Setting) -> str:
         "photo's. Kept: entries at the end of the answer over tokens seen. Bytes: KV bytes over those of the full "
         "cache.",
         "This is one small model and one kind of answer. What holds here need not hold elsewhere, and the other "
-        "way round.",
+        "way round. A PPL below the full cache's is not better, only surer of the same text: KL and top-1 tell how far "
+        "a policy is from the full cache. Arms keep slightly different shares by nature: compare with the column at "
+        "hand.",
         *_tables(by_arm),
         "## Claims",
         "Difference: mean over photos of (better - worse) in nats a token, with its standard error; below zero means "
@@ -51,8 +53,15 @@ def write(records: Sequence[Record], setting: Setting) -> str:
         "errors from zero.",
         _claims(by_arm),
         *_notes(by_arm),
+        *_missing(by_arm),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _missing(by_arm: Mapping[str, Mapping[str, Record]]) -> list[str]:
+    """What the bench would measure and these records do not have."""
+    missing = [f"- {a.key}" for a in all_arms() if a.key not in by_arm]
+    return ["## Not measured in this run", "\n".join(missing)] if missing else []
 
 
 def _tables(by_arm: Mapping[str, Mapping[str, Record]]) -> list[str]:
