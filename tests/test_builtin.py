@@ -20,6 +20,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from kvcli import builtin
 from kvcli.builtin import lora, parts, prompts, train
@@ -29,6 +30,7 @@ from kvcli.builtin.figures import most_repeated, named, precision
 from kvcli.builtin.gguf import Gguf, llama_state
 from kvcli.builtin.student import Student
 from kvcli.builtin.tower import STAGES, Neck, Tower, TowerConfig, Trunk, trunk_weights
+from kvcli.cli import models as cli_models
 from kvcli.errors import StartError
 
 # --- the tower
@@ -268,6 +270,31 @@ def test_without_pip_and_uv_the_line_says_what_to_do(only_here: Path, monkeypatc
 def test_importing_the_door_imports_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import kvcli.builtin as b; print(b.ready(), b.checkpoint_folder())"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_card_is_short_and_names_data_and_limits() -> None:
+    card = builtin.card()
+    assert 0 < len(card.splitlines()) <= 12
+    assert "Flickr8k" in card
+    assert "Can't" in card
+
+
+def test_the_weights_that_ship_are_small() -> None:
+    assert builtin.WEIGHTS.stat().st_size < 12_000_000
+
+
+def test_models_lists_the_built_in_one_and_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("KVCLI_CACHE", str(tmp_path / "cache"))
+    revision = tmp_path / "models--some--thing" / "snapshots" / "abc"
+    revision.mkdir(parents=True)
+    (revision / "config.json").write_text('{"model_type": "llava"}')
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    out = CliRunner().invoke(cli_models.app, ["--json"])
+    found = {row["name"]: row for row in json.loads(out.stdout)}
+    assert found["builtin"]["state"].startswith("not built")
+    assert (found["some/thing"]["kind"], found["some/thing"]["state"]) == ("llava", "no safetensors here")
 
 
 # --- training

@@ -18,7 +18,7 @@ from kvcli.builtin import parts
 
 NAME = "builtin"
 WEIGHTS = Path(__file__).with_name("weights.safetensors")
-RECIPE = "1"  # changes when the same weights file gives another checkpoint
+RECIPE = "2"  # changes when the same weights file gives another checkpoint
 FOLDERS = "builtin-"
 
 

@@ -92,11 +92,13 @@ def caption_losses(subject: Subject, photos: Path, captions: dict[str, list[str]
     return {"caption loss": sums[0] / tokens, "with another picture": sums[1] / tokens}
 
 
-def answers(subject: Subject, photos: Path, names: Sequence[str], kind: str) -> list[list[int]]:
+def answers(
+    subject: Subject, photos: Path, names: Sequence[str], kind: str, longest: int | None = None
+) -> list[list[int]]:
     found = []
     for start in range(0, len(names), subject.batch):
         pictures = [Image.open(photos / name).convert("RGB") for name in names[start : start + subject.batch]]
-        found += subject.answer(pictures, PROMPTS[kind], LONGEST[kind])
+        found += subject.answer(pictures, PROMPTS[kind], longest or LONGEST[kind])
     return found
 
 
@@ -116,16 +118,13 @@ def text_figures(subject: Subject, found: list[list[int]], kind: str) -> dict[st
 
 def names_figures(subject: Subject, folder: Path, accepted: dict[str, list[str]]) -> Iterator[str]:
     """For each picture of `accepted` (file -> names for it) what is said, and whether it is named."""
-    hits = {kind: 0 for kind in ("caption", "detail")}
-    for file, choices in accepted.items():
-        with Image.open(folder / file) as picture:
-            seen = picture.convert("RGB")
-        for kind in hits:
-            text = subject.text(subject.answer([seen], PROMPTS[kind], 60)[0])
-            hit = named(text, choices)
-            hits[kind] += hit
-            yield f"  {'yes' if hit else 'no '} {file} ({choices[0]}), {kind}: {text}"
-    yield "named: " + ", ".join(f"{count} of {len(accepted)} in the {kind}" for kind, count in hits.items())
+    files = list(accepted)
+    for kind in ("caption", "detail"):
+        texts = [subject.text(ids) for ids in answers(subject, folder, files, kind, 60)]
+        hits = [named(text, accepted[file]) for file, text in zip(files, texts, strict=True)]
+        for file, text, hit in zip(files, texts, hits, strict=True):
+            yield f"  {'yes' if hit else 'no '} {file} ({accepted[file][0]}): {text}"
+        yield f"named in the {kind}: {sum(hits)} of {len(files)}"
 
 
 @torch.inference_mode()
@@ -149,6 +148,11 @@ def chat_figures(subject: Subject) -> dict[str, float]:
 def show(figures: dict[str, float]) -> None:
     for name, value in figures.items():
         print(f"{name}: {value:.3f}" if isinstance(value, float) else f"{name}: {value}", flush=True)
+
+
+def tell(lines: Iterator[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
 
 
 def load(weights: Path | None, dtype: torch.dtype, batch: int) -> Subject:
@@ -189,7 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     if options.named:
         accepted = json.loads(options.named.read_text())
-        steps["named"] = lambda: print(*names_figures(subject, options.named.parent, accepted), sep="\n", flush=True)
+        steps["named"] = lambda: tell(names_figures(subject, options.named.parent, accepted))
     print(f"{len(names)} held-out photos, {parts.LANGUAGE.package} {parts.LANGUAGE.version}, {options.dtype}")
     for name in options.only:
         if name in steps:

@@ -114,7 +114,7 @@ class Neck(nn.Module):
         self.coarse_mean: Tensor
         self.coarse_std: Tensor
         self.sharpness = nn.Parameter(torch.tensor(2.0))
-        self.gain = nn.Parameter(torch.tensor(3.0))
+        self.gain = nn.Parameter(torch.tensor(10.0))
         for name, size in (("fine", FINE), ("coarse", COARSE)):
             self.register_buffer(f"{name}_mean", torch.zeros(size))
             self.register_buffer(f"{name}_std", torch.ones(size))
