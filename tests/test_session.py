@@ -178,3 +178,15 @@ def test_loading_fails_in_one_line(
         Session.load(name.format(folder=tiny_checkpoint), **settings)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_row_that_ends_early_is_accounted_at_its_own_end(session: Session, requests: list[Request]) -> None:
+    """Its batch goes on: neither the padding that is fed meanwhile nor the padding of its prompt counts as kept."""
+    prepared = [session.prepare(r) for r in requests]
+    whole = [one(session, r, "full").text for r in requests]
+    stop = next(whole[0][i : i + 3] for i in range(4, 20) if all(whole[0][i : i + 3] not in w for w in whole[1:]))
+    results = session.run(prepared, policies.create("full"), Decoding(max_new_tokens=24, stop=(stop,)))
+    assert results[0].generated_tokens < results[1].generated_tokens
+    for result in results:
+        assert result.kept == result.seen
+        assert len(result.steps) == result.generated_tokens

@@ -204,7 +204,7 @@ def facts(entry: JSON) -> str:
     """Tokens, kept of seen, bytes held and saved, times: one line."""
     tokens, cache, seconds = entry["tokens"], entry["cache_bytes"], entry["seconds"]
     prompt, generated, kept = tokens["prompt"], tokens["generated"], entry["kept_after_prefill"]
-    saved = cache["full"] - cache["held"]
+    saved = max(0, cache["full"] - cache["held"])  # a batch also holds the padding of its shorter rows
     share = saved / cache["full"] if cache["full"] else 0.0
     rate = f" ({generated / seconds['decode']:.1f} tokens/s)" if seconds["decode"] else ""
     return (

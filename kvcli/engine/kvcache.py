@@ -160,9 +160,9 @@ class KVCache(Cache):
         self.bytes_peak = max(self.bytes_peak, self._bytes_now)
 
     def held(self) -> tuple[float, ...]:
-        """Entries of each row, mean of our layers."""
-        stores = [layer.store.held for layer in self.ours]
-        return tuple(sum(rows) / len(stores) for rows in zip(*stores, strict=True))
+        """Entries of each row without padding, mean of our layers."""
+        layers = [layer.store.held if layer.turn is None else layer.turn.held() for layer in self.ours]
+        return tuple(sum(rows) / len(layers) for rows in zip(*layers, strict=True))
 
     def full_bytes(self, seen: int) -> int:
         """What our layers would hold of one row of `seen` tokens, had nothing been compressed: a sliding layer never

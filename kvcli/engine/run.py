@@ -120,7 +120,7 @@ class Turn:
             counts=torch.ones_like(positions, dtype=torch.float32) if counts is None else counts,
             prompt=self.prompt,
             step=max(0, self.step),
-            held=self._held(),
+            held=self.held(),
             state=self.store.state,
             kept=tuple(self.store.kept),
             shared=self.shared,
@@ -177,7 +177,7 @@ class Turn:
         if self.window is None or self.store.seen < self.window:
             return None
         positions = self._to_keep(self.store.located())
-        return keep_where(positions >= 0, positions, self._held())
+        return keep_where(positions >= 0, positions, self.held())
 
     def _expire(self, end: int) -> None:
         """Free the columns up to `end`."""
@@ -244,7 +244,8 @@ class Turn:
             positions = positions.masked_fill(positions <= self.store.seen - self.window, -1)
         return positions
 
-    def _held(self) -> tuple[int, ...]:
+    def held(self) -> tuple[int, ...]:
+        """Entries of each row, the most over its heads; padding and what slid out of a window don't count."""
         if self.compressed:
             return tuple(self.store.held)
         seen = [n + max(0, self.step) for n in self.prompt.lengths]

@@ -248,7 +248,9 @@ class Session:
     ) -> Outcome:
         tokens, text, reason = self._read(tokens, decoding)
         seen = prepared.length + max(0, len(tokens) - 1)  # the last token is never fed
-        first, last = watch.steps[0], watch.steps[-1]
+        # a row that ended early was carried along, padded, until the last one of its batch had ended
+        steps = tuple(watch.steps[: max(1, len(tokens))])
+        first, last = steps[0], steps[-1]
         beams = decoding.num_beams
         full = cache.full_bytes(seen)
         return Outcome(
@@ -266,7 +268,7 @@ class Session:
             bytes_peak=cache.bytes_peak // rows,
             prefill_seconds=first.seconds,
             decode_seconds=ended - first.seconds,
-            steps=tuple(watch.steps),
+            steps=steps,
             warnings=prepared.warnings,
         )
 
