@@ -113,7 +113,9 @@ def test_without_broadcast_each_layer_decides_and_says_how_far_it_agrees():
     for row in range(3):
         mine, theirs = thresholds(other, row, 1.2, 1.0), thresholds(found, row, 1.2, 1.0)
         assert positions_of(later, keep)[row][0] == sorted(real(row) - mine)
-        assert float(later.state["agreement"][row]) == pytest.approx(len(mine & theirs) / max(1, len(theirs)))
+        share = len(mine & theirs) / len(theirs) if theirs else 1.0
+        assert float(later.state["agreement"][row]) == pytest.approx(share)
+    assert first.state["agreement"].tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("budget", [0.3, 0.6, 0.9, 15])

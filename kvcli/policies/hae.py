@@ -101,6 +101,8 @@ class HAE(Policy):
         else:
             held = self.targets(view)
             kept = top(scores, held, view.occupied)
+        if self.broadcast == "none":
+            self._compare(view, view.occupied & ~kept)
         if self.acts_in_decode:
             zero = view.keys.new_zeros(len(held), dtype=torch.float64)
             view.state["lost"] = view.state.get("lost", zero)
@@ -116,12 +118,16 @@ class HAE(Policy):
             index = view.positions.masked_fill(~view.occupied, view.prompt.columns)
             view.shared["scores"] = columns.scatter(-1, index, self._judged(view))
         first_layer = view.shared["scores"].to(view.positions.device).gather(-1, view.positions.clamp(min=0))
-        if self.broadcast != "none":
-            return first_layer
-        own = self._judged(view)
-        both, there = (own < 1) & (first_layer < 1), view.occupied & (first_layer < 1)
-        view.state["agreement"] = (both & there).sum(-1)[:, 0] / there.sum(-1)[:, 0].clamp(min=1)
-        return own
+        return first_layer if self.broadcast != "none" else self._judged(view)
+
+    def _compare(self, view: LayerView, gone: torch.Tensor) -> None:
+        """Note which share of what the first layer lets go this layer lets go too; 1 where that is nothing."""
+        if "gone" not in view.shared:
+            columns = torch.zeros(len(view.held), 1, view.prompt.columns + 1, device=gone.device, dtype=torch.bool)
+            view.shared["gone"] = columns.scatter(-1, view.positions.masked_fill(~gone, view.prompt.columns), True)
+        there = view.shared["gone"].to(gone.device).gather(-1, view.positions.clamp(min=0)) & view.occupied
+        both, number = (there & gone).sum(-1)[:, 0], there.sum(-1)[:, 0]
+        view.state["agreement"] = torch.where(number > 0, both / number.clamp(min=1), 1.0)
 
     _TEXT: ClassVar[float] = 1e9
 
