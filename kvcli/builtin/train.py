@@ -2,7 +2,8 @@
 
 Knows schedules, state files and the mixture. The constant rate goes on until `--steps`; the last `--decay` steps bring
 it down to zero, so a stopped run can be made longer, or a decay can be tried from any saved state. Every draw depends
-on `--seed` and the number of the step alone: a run that was stopped gives the numbers of one that was not.
+on `--seed`, the number of the step and whether the decay has begun: a run that was stopped gives the numbers of one
+that was not.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from kvcli.builtin.examples import Bank, Example, Examples, read_rows
 from kvcli.builtin.features import SHAPES, Features
 from kvcli.builtin.student import Student
 
-# share of the steps, grid, examples a step with short and with long answers
-GRIDS = ((0.86, 6, 12, 8), (0.11, 12, 6, 4), (0.03, 24, 3, 2))
-SHORT = {"caption": 0.60, "swap": 0.08, "paste": 0.25, "label": 0.07}
-LONG, TEXT = 0.20, 0.10
+# share of the steps (and of those in the decay), grid, examples a step with short and with long answers
+GRIDS = ((0.82, 0.50, 6, 12, 8), (0.13, 0.30, 12, 6, 4), (0.05, 0.20, 24, 3, 2))
+SHORT = {"caption": 0.70, "swap": 0.06, "paste": 0.18, "label": 0.06}
+LONG, TEXT = 0.14, 0.12
 RATES = {"lora": 4e-4, "neck": 8e-4}
 WARM_UP, CLIP = 30, 1.0
 
 
-def plan(step: int, seed: int, examples: Examples) -> tuple[str, int, list[Example]]:
-    """What a step trains on: `text`, `long` or `short`, the grid, the examples."""
+def plan(step: int, seed: int, late: bool, examples: Examples) -> tuple[str, int, list[Example]]:
+    """What a step trains on: `text`, `long` or `short`, the grid, the examples. `late`: the decay has begun."""
     rng = random.Random(f"{seed}:{step}")
-    _, grid, short, long = rng.choices(GRIDS, [g[0] for g in GRIDS])[0]
+    *_, grid, short, long = rng.choices(GRIDS, [g[late] for g in GRIDS])[0]
     dice = rng.random()
     if dice < TEXT and "text" in examples.kinds:
         return "text", 0, [examples.draw("text", rng) for _ in range(6)]
@@ -82,7 +83,8 @@ def run(student: Student, examples: Examples, held_out: list[Example], options: 
     while step < options.steps:
         for group in adam.param_groups:
             group["lr"] = group["full"] * rate(step, options.steps, options.decay)
-        kind, grid, chosen = plan(step, options.seed, examples)
+        late = step >= options.steps - options.decay
+        kind, grid, chosen = plan(step, options.seed, late, examples)
         loss = student.text_loss(chosen) if kind == "text" else student.loss(chosen, examples.maps(chosen), grid, True)
         adam.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]

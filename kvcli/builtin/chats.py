@@ -1,0 +1,71 @@
+"""Chats without a picture, answered by the untouched language model: `python -m kvcli.builtin.chats --out chats.jsonl`.
+
+Training keeps the model near them, so that it still answers as the language model does when no picture is shown. None
+of the chats that `evaluate.py` asks is among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+from pathlib import Path
+
+import torch
+
+from kvcli.builtin import build, prompts
+
+ASK = (
+    "What is {}?",
+    "Explain {} to a child.",
+    "Write a short story about {}.",
+    "Write a poem about {}.",
+    "Give me five facts about {}.",
+    "Why do people care about {}?",
+    "What should I know before I learn about {}?",
+    "How has {} changed over time?",
+)
+ABOUT = """
+    gravity, a lighthouse, music, the ocean, friendship, a bicycle, bread, photosynthesis, a dragon, winter,
+    money, chess, a robot, coffee, the city of London, a garden, time, a volcano, football, an old book, the Sun,
+    a train, democracy, honey, sleep, the Roman Empire, a computer, mathematics, a school, rain, a letter,
+    electricity, an elephant, cooking, a bridge, language, a doctor, the desert, painting, a clock, trust, a
+    river, birds, a map, fire, the future, a mountain, salt, the Internet, a mirror
+"""
+
+
+def questions(seed: int) -> list[str]:
+    """Every question about every subject, in an order that the seed decides."""
+    found = [ask.format(subject) for ask in ASK for subject in re.split(r",\s*", ABOUT.strip())]
+    random.Random(seed).shuffle(found)
+    return found
+
+
+@torch.inference_mode()
+def main(arguments: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser(prog="python -m kvcli.builtin.chats", description=__doc__.splitlines()[0])
+    p.add_argument("--out", type=Path, required=True, help="JSON lines: q, s")
+    p.add_argument("--count", type=int, default=400)
+    p.add_argument("--tokens", type=int, default=80, help="longest answer")
+    p.add_argument("--batch", type=int, default=40)
+    p.add_argument("--seed", type=int, default=0)
+    options = p.parse_args(arguments)
+    torch.manual_seed(options.seed)
+    model, encoder = build.language_model()
+    encoder.padding_side = "left"
+    chosen = questions(options.seed)[: options.count]
+    with options.out.open("w") as file:
+        for start in range(0, len(chosen), options.batch):
+            asked = chosen[start : start + options.batch]
+            texts = [prompts.chat(question) for question in asked]
+            batch = encoder(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+            sampled = {"do_sample": True, "temperature": 0.8, "top_k": 50, "pad_token_id": encoder.pad_token_id}
+            out = model.generate(**batch, max_new_tokens=options.tokens, **sampled)
+            answers = encoder.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+            for question, answer in zip(asked, answers, strict=True):
+                print(json.dumps({"q": question, "s": answer.strip()}), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main()
