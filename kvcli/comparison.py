@@ -104,6 +104,7 @@ def _together(
     subjects = [subject for subject, _ in group]
     texts = [subject.answer for subject in subjects if subject.answer is not None]
     references = fidelity.look_up(session, [prepared for _, prepared in group], work.decoding, texts or None)
+    reading = None
     for policy in work.policies:
         if stop():
             return
@@ -113,7 +114,8 @@ def _together(
         elif policy.name == "full":
             results = [fidelity.itself(reference) for reference in references]
         else:
-            results = fidelity.measure(session, references, policy, work.decoding)
+            reading = reading or fidelity.read(session, references, work.policies)
+            results = fidelity.measure(session, references, policy, work.decoding, reading)
         for subject, result, before in zip(subjects, results, known, strict=True):
             yield Measured(before or _record(session, subject, policy, work, result), before is None)
 
@@ -140,10 +142,10 @@ def smallest_budget(
     takes the loss to fall as the budget grows; where it does not, the answer is one crossing of several.
     """
     base = fidelity.perplexity([fidelity.itself(reference) for reference in references])
-    losses = {1.0: 0.0}
+    losses, reading = {1.0: 0.0}, fidelity.read(session, references, [make(0.5)])
 
     def fits(share: float) -> bool:
-        scores = fidelity.score(session, references, make(share))
+        scores = fidelity.score(session, references, make(share), reading)
         losses[share] = fidelity.perplexity(scores) / base - 1
         return losses[share] <= tolerance
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kvcli.engine.forcing import force, watched
 from kvcli.engine.session import Decoding, Outcome, Prepared, Session
+from kvcli.engine.shared import Reading, shareable
 from kvcli.errors import UsageError
 from kvcli.policies.base import Policy
 from kvcli.policies.full import Full
@@ -111,20 +112,47 @@ def look_up(
     ]
 
 
-def score(session: Session, references: Sequence[Reference], policy: Policy) -> list[Scores]:
-    """Feed the references' answers to a policy, all in one batch."""
-    scorer = Scorer(references)
-    force(session, [r.prepared for r in references], policy, [r.answer for r in references], scorer)
+def read(session: Session, references: Sequence[Reference], policies: Sequence[Policy]) -> Reading | None:
+    """The references' prompts, read once for those of the policies that can start from there; None when none can."""
+    sharing = [policy for policy in policies if shareable(session, policy)]
+    if not sharing:
+        return None
+    longest = max(len(r.answer) for r in references)
+    return Reading(session, [r.prepared for r in references], sharing, Decoding(max_new_tokens=longest))
+
+
+def score(
+    session: Session, references: Sequence[Reference], policy: Policy, reading: Reading | None = None
+) -> list[Scores]:
+    """Feed the references' answers to a policy, all in one batch. reading: their prompts, where they were read."""
+    scorer, answers = Scorer(references), [r.answer for r in references]
+    if reading is not None and reading.serves(policy):
+        reading.force(policy, answers, scorer)
+    else:
+        force(session, [r.prepared for r in references], policy, answers, scorer)
     return scorer.scores()
 
 
-def measure(session: Session, references: Sequence[Reference], policy: Policy, decoding: Decoding) -> list[Fidelity]:
-    """Compare a policy with the full cache, all references in one batch: one free run, one that is fed the answers."""
-    outcomes = session.run([r.prepared for r in references], policy, greedy(decoding))
-    return [
-        compare(reference, outcome, scores)
-        for reference, outcome, scores in zip(references, outcomes, score(session, references, policy), strict=True)
-    ]
+def measure(
+    session: Session,
+    references: Sequence[Reference],
+    policy: Policy,
+    decoding: Decoding,
+    reading: Reading | None = None,
+) -> list[Fidelity]:
+    """Compare a policy with the full cache, all references in one batch: one free run that is timed from the first
+    token of the prompt, one that is fed the answers. The latter is not needed when all answers come out as fed."""
+    steps: list[Tensor] = []
+    with watched(session.model, lambda step, logits: steps.append(logits)):
+        outcomes = session.run([r.prepared for r in references], policy, greedy(decoding))
+    if all(outcome.tokens == reference.answer for outcome, reference in zip(outcomes, references, strict=True)):
+        scorer = Scorer(references)
+        for step, logits in enumerate(steps):
+            scorer(step, logits)
+        scores = scorer.scores()
+    else:
+        scores = score(session, references, policy, reading)
+    return [compare(*each) for each in zip(references, outcomes, scores, strict=True)]
 
 
 def itself(reference: Reference) -> Fidelity:

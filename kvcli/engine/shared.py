@@ -58,7 +58,7 @@ def everything(policies: Sequence[Policy]) -> Everything:
 class Reading:
     """Prompts that were read once.
 
-    policies: those that `start`, `answer` and `force` may be called with. Use `shareable` first.
+    policies: those that `start`, `answer` and `force` may be called with; see `shareable` and `serves`.
     """
 
     def __init__(
@@ -80,6 +80,10 @@ class Reading:
         self.logits = seen[0]
         """[B, vocabulary]: the model's raw scores for the first token, the same under every policy."""
         self.first = out.sequences[:, -1:]
+
+    def serves(self, policy: Policy) -> bool:
+        """Whether all that a policy asks for was gathered, so that it can start from here."""
+        return shareable(self.session, policy) and all(s in self.union.asked for s in policy.statistics())
 
     def start(self, policy: Policy) -> adapter.KVCache:
         """A cache that holds what the policy keeps of the prompts."""
