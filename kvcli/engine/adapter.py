@@ -123,6 +123,8 @@ def _compress(layer: KVLayer, turn: Turn) -> None:
         cache.account(changed)
         if isinstance(changed, PictureLayer):
             changed.read_again()
+        else:
+            changed.keys, changed.values = changed.store.view()  # what was shown to the model is let go of
 
 
 AttentionInterface.register(NAME, attention)
