@@ -111,7 +111,7 @@ def _together(
         known = [done.get(records.key(_record(session, subject, policy, work))) for subject in subjects]
         if all(known):
             results: Sequence[fidelity.Fidelity | None] = [None] * len(subjects)
-        elif policy.name == "full":
+        elif policy.name == "full" and not session.int8:
             results = [fidelity.itself(reference) for reference in references]
         else:
             reading = reading or fidelity.read(session, references, work.policies)
@@ -167,6 +167,7 @@ def _record(
             revision=session.revision,
             device=str(session.device),
             dtype=str(session.dtype).removeprefix("torch."),
+            kv_dtype=session.kv_dtype,
             policy={"name": policy.name, **policy.resolved()},
             decoding={**decoding, "reference": subject.answer},
             load_seconds=session.load_seconds,

@@ -93,7 +93,7 @@ def look_up(
 
     Holds answer length x vocabulary scores of each row in memory. Raises `UsageError` for an empty text.
     """
-    steps: list[Tensor] = []
+    session, steps = session.plain, list[Tensor]()
 
     def note(step: int, logits: Tensor) -> None:
         steps.append(logits.cpu())

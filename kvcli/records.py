@@ -25,7 +25,8 @@ JSON = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """What all records of a run share. `policy`: its name and every option; `decoding`: every option."""
+    """What all records of a run share. `policy`: its name and every option; `decoding`: every option. kv_dtype: how
+    keys and values are stored."""
 
     model: str
     revision: str
@@ -34,6 +35,7 @@ class RunFacts:
     policy: JSON
     decoding: JSON
     load_seconds: float = 0.0
+    kv_dtype: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +104,7 @@ def record(
         "revision": run.revision,
         "device": run.device,
         "dtype": run.dtype,
+        "kv_dtype": run.kv_dtype,
         "policy": run.policy,
         "decoding": {key: value for key, value in run.decoding.items() if key != "seed"},
         "seed": run.decoding.get("seed"),
@@ -153,6 +156,7 @@ def slot(entry: JSON) -> Digest:
         entry.get(name)
         for name in ("id", "path", "prompt", "system", "model", "revision", "policy", "decoding", "seed")
     ]
+    parts.append(entry.get("kv_dtype") == "int8")
     return hashlib.sha256(json.dumps(_finite(parts), sort_keys=True).encode()).digest()
 
 

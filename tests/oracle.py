@@ -114,6 +114,7 @@ class OracleLayer(DynamicLayer):
         self.window = window or sys.maxsize
         self.plan = [decision for decision in plan if decision.layer == index]
         self.visible = self.bias = self.counts = torch.empty(0)
+        self.rounded = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         new, lag = torch.ones(key_states.shape[:3]), None
@@ -127,6 +128,8 @@ class OracleLayer(DynamicLayer):
         self.counts = torch.cat([self.counts, new], -1)
         if self.owner.hidden is not None:
             self.visible[..., : self.owner.hidden.shape[-1]] &= ~self.owner.hidden
+        if self.rounded:
+            key_states, value_states = to_int8_and_back(key_states), to_int8_and_back(value_states)
         super().update(key_states, value_states)
         self._show(fresh=True, lag=lag)
         return self.keys, self.values
@@ -148,7 +151,16 @@ class OracleLayer(DynamicLayer):
                     self.owner.hidden[..., -1] = False  # the next token is read off its state
             else:
                 self._evict(answer)
+            if self.rounded:
+                self._round()
             self._show(fresh=False)  # layers that hold pictures are read again as they are
+        if self.owner.int8_from == self.keys.shape[2] or (self.owner.int8_from and self.index in self.owner.cross):
+            self._round()
+            self._show(fresh=False)
+
+    def _round(self) -> None:
+        """Hold from now on what int8 can hold."""
+        self.keys, self.values, self.rounded = to_int8_and_back(self.keys), to_int8_and_back(self.values), True
 
     def _keep(self, told: Keep) -> None:
         before = self.visible.clone()
@@ -208,7 +220,8 @@ class OracleCache(Cache):
     """The stock layout with plain layers where the engine has its own.
 
     padding: of each row of the first prompt. hidden: bool [B, 1, L], columns that left the hidden states of all layers
-    after the first, which is the same as being invisible there.
+    after the first, which is the same as being invisible there. int8_from: columns after which everything is rounded to
+    what int8 holds, None for never.
     """
 
     def __init__(
@@ -218,7 +231,9 @@ class OracleCache(Cache):
         policy: Policy | None = None,
         padding: Sequence[int] = (),
         rotator: Any = None,
+        int8_from: int | None = None,
     ) -> None:
+        self.int8_from = int8_from
         self.policy, self.padding, self.rotator = policy or Full(), padding, rotator
         self.hidden: Tensor | None = None
         layers: list[Any] = []
@@ -245,6 +260,12 @@ class OracleCache(Cache):
     def done(self) -> bool:
         """Whether the whole plan was carried out."""
         return not any(layer.plan for layer in self.layers if isinstance(layer, OracleLayer))
+
+
+def to_int8_and_back(entries: Tensor) -> Tensor:
+    """Whole multiples, -127 to 127, of a float32 scale for each row, head and column."""
+    scale = (entries.abs().amax(-1, keepdim=True) / 127).float()
+    return ((entries / scale).nan_to_num().round() * scale).to(entries.dtype)  # nan: nothing but zeros, as padding
 
 
 def oracle_attention(
@@ -318,22 +339,31 @@ def prompt_of(tiny: architectures.Tiny, steps: int) -> Prompt:
     return Prompt(mask, ids == tiny.image_token, tuple(mask.sum(1).tolist()), steps)
 
 
-def compressed(tiny: architectures.Tiny, policy: Policy, steps: int = 8, **options: Any) -> Result:
+def compressed(
+    tiny: architectures.Tiny, policy: Policy, steps: int = 8, *, int8: bool = False, **options: Any
+) -> Result:
     """One run through the engine."""
     rotator = Rotator(tiny.model) if policy.needs_rotation else None
-    cache = KVCache(tiny.model.config, policy, rotator)
+    cache = KVCache(tiny.model.config, policy, rotator, int8)
     cache.announce(prompt_of(tiny, steps))
     with attached(tiny.model, cache):
         return generate(tiny, cache, steps, **options)
 
 
 def replayed(
-    tiny: architectures.Tiny, plan: list[Decision], steps: int = 8, policy: Policy | None = None, **options: Any
+    tiny: architectures.Tiny,
+    plan: list[Decision],
+    steps: int = 8,
+    policy: Policy | None = None,
+    *,
+    int8: bool = False,
+    **options: Any,
 ) -> Result:
     """The same run through the oracle. policy: asked only whether it hides or renumbers tokens."""
     rotator = Rotator(tiny.model) if policy is not None and policy.renumbers else None
     padding = (tiny.inputs["attention_mask"] == 0).sum(-1).tolist()
-    cache = OracleCache(tiny.model.config, plan, policy, padding, rotator)
+    int8_from = tiny.inputs["input_ids"].shape[1] if int8 else None
+    cache = OracleCache(tiny.model.config, plan, policy, padding, rotator, int8_from)
     with routed(tiny.model):
         result = generate(tiny, cache, steps, **options)
     assert cache.done(), "the oracle did not reach the end of the plan"

@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 import torch
+from oracle import to_int8_and_back
 from torch import Tensor
 
 from kvcli.engine.cache import LayerCache
@@ -38,8 +39,21 @@ class Pair:
         self.rows = dice.randint(1, 3)
         self.real, self.naive = LayerCache(shared=dice.random() < 0.5), Naive(self.rows)
         self.evicted_since_keep = False
+        self.int8 = False
 
     # --- operations
+
+    def quantise(self) -> None:
+        """From now on both hold what int8 holds."""
+        self.real.quantise()
+        self.int8 = True
+        for row, head, entries in self.naive.heads():
+            for column, entry in entries.items():
+                rounded = {what: self.rounded(entry[what]) for what in ("key", "value")}
+                self.naive.entries[row][head][column] = entry | rounded
+
+    def rounded(self, entry: Tensor) -> Tensor:
+        return to_int8_and_back(entry) if self.int8 else entry
 
     def append(self) -> None:
         count = self.dice.choice([1, 1, 1, 2, 5])
@@ -49,7 +63,8 @@ class Pair:
         for row, head, entries in self.naive.heads():
             for i in range(count):
                 fresh = {"counts": torch.ones(1), "mean": torch.zeros(1), "each": torch.zeros(2)}
-                entries[self.naive.seen + i] = {"key": keys[row, head, i], "value": values[row, head, i], **fresh}
+                new = {"key": self.rounded(keys[row, head, i]), "value": self.rounded(values[row, head, i])}
+                entries[self.naive.seen + i] = new | fresh
         self.naive.seen += count
 
     def score(self) -> None:
@@ -83,8 +98,8 @@ class Pair:
             for place, column in enumerate(chosen[row][head]):
                 if told:
                     kept[column] = kept[column] | {
-                        "key": told["keys"][row, head, place],
-                        "value": told["values"][row, head, place],
+                        "key": self.rounded(told["keys"][row, head, place]),
+                        "value": self.rounded(told["values"][row, head, place]),
                         "counts": side["counts"][row, min(head, index.shape[1] - 1), place][None],
                     }
             self.naive.entries[row][head] = kept
@@ -105,6 +120,9 @@ class Pair:
                 for head in range(slots.shape[1]):
                     self.merge_one(row, head, slots.shape[1], chosen, at, into)
             self.real.merge(slots, into)
+            for _, _, entries in self.naive.heads():  # once all are in; what took nothing in stays as it is
+                for column, entry in entries.items():
+                    entries[column] = entry | {what: self.rounded(entry[what]) for what in ("key", "value")}
         leaving = [min(len(head) for head in row) for row in chosen]
         self.real.evict(slots, leaving)
         for row, head, entries in self.naive.heads():
@@ -143,7 +161,7 @@ class Pair:
         self.real.rewrite(slots, keys)
         for row, head, entries in self.naive.heads():
             column = chosen[row][head][0]
-            entries[column] = entries[column] | {"key": keys[row, head, 0]}
+            entries[column] = entries[column] | {"key": self.rounded(keys[row, head, 0])}
 
     def map(self) -> None:
         order = [self.dice.randrange(self.rows) for _ in range(self.dice.randint(1, 4))]
@@ -202,7 +220,7 @@ class Pair:
     def check(self) -> None:
         real = self.real
         assert real.seen == self.naive.seen
-        keys, values = real.view()
+        keys, values = real.read_keys(), real.read_values()
         located = real.located().expand(-1, HEADS, -1)
         for row, head, entries in self.naive.heads():
             columns = located[row, head].tolist()
@@ -230,7 +248,9 @@ class Pair:
         if not self.heads_differ():
             assert real.free == empty
         assert real.holes or not any(empty)
-        per_slot = self.rows * HEADS * (KEY + VALUE) * 8
+        full = self.rows * HEADS * (KEY + VALUE) * 8
+        per_slot = self.rows * HEADS * (KEY + VALUE + 2 * 4) if self.int8 else full
+        assert real.full_bytes_per_slot() == full
         assert real.bytes_used() == per_slot * real.extent
         stored = sum(t.numel() * t.element_size() for t in (real.keys, real.values))
         assert real.bytes_used() + real.bytes_reserved() == stored
@@ -252,6 +272,12 @@ def play(seed: int, operations: list[str], length: int) -> Pair:
 @pytest.mark.parametrize("seed", range(25))
 def test_any_sequence_of_operations(seed: int) -> None:
     play(seed, OPERATIONS, 25)
+
+
+@pytest.mark.parametrize("seed", range(2000, 2015))
+def test_any_sequence_on_a_cache_of_int8(seed: int) -> None:
+    """Whatever moves or changes an entry does the same to its scale."""
+    play(seed, [*OPERATIONS, "quantise", "quantise"], 25)
 
 
 @pytest.mark.slow

@@ -230,6 +230,18 @@ def test_a_record_says_how_it_was_made(run: Callable[..., Result], pictures: Pat
     assert entry["error"] is None
 
 
+def test_keys_and_values_can_be_stored_as_int8(run: Callable[..., Result], pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "kvcli.yaml").write_text("kv-dtype: int8\n")
+    arguments = ("describe", pictures / "photo1.png", "--policy", "full", "--jsonl")
+    (small,) = objects(run(*arguments).stdout)
+    (plain,) = objects(run(*arguments, "--kv-dtype", "auto").stdout)
+    assert (small["kv_dtype"], plain["kv_dtype"]) == ("int8", plain["dtype"])
+    assert small["cache_bytes"]["full"] * plain["seen"] == plain["cache_bytes"]["full"] * small["seen"]
+    assert small["cache_bytes"]["held"] < 0.6 * plain["cache_bytes"]["held"]
+    assert run("describe", pictures / "photo1.png", "--kv-dtype", "int4").exit_code == 2
+    assert json.loads(run("doctor", "--json").stdout)["cache"] == "int8"
+
+
 def test_sidecars_lie_beside_the_pictures(run: Callable[..., Result], pictures: Path, tmp_path: Path) -> None:
     picture = tmp_path / "a.png"
     picture.write_bytes((pictures / "photo1.png").read_bytes())

@@ -71,9 +71,11 @@ def test_the_key_changes_with_everything_that_the_text_depends_on() -> None:
         entry(run=replace(RUN, policy={"name": "elastic", "budget": 0.3})),
         entry(run=replace(RUN, decoding={"max_new_tokens": 9, "seed": 0})),
         entry(run=replace(RUN, decoding={"max_new_tokens": 8, "seed": 1})),
+        entry(run=replace(RUN, kv_dtype="int8")),
     ]
     assert len({key(base), *map(key, others)}) == 1 + len(others)
     assert key(entry(run=replace(RUN, device="cuda:0", load_seconds=9.0))) == key(base)
+    assert key({name: value for name, value in base.items() if name != "kv_dtype"}) == key(base)  # of an older kvcli
     assert key(json.loads(encode(base))) == key(base)
 
 

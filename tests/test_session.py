@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,21 @@ def test_estimate_covers_what_a_batch_holds(session: Session, requests: list[Req
         estimate = session.batch_bytes([p.length for p in prepared], policy, SHORT)
         peak = sum(r.bytes_peak for r in session.run(prepared, policy, SHORT))
         assert peak <= estimate <= 2 * peak
+
+
+def test_int8_holds_what_its_estimate_says(session: Session, requests: list[Request]) -> None:
+    small = copy.copy(session)
+    small.int8 = True
+    prepared = [small.prepare(r) for r in requests]
+    for policy in (policies.create("full"), policies.create("elastic", budget=0.3)):
+        results = small.run(prepared, policy, SHORT)
+        assert sum(r.bytes_peak for r in results) <= small.batch_bytes([p.length for p in prepared], policy, SHORT)
+        assert results[0].bytes_full == session.run(prepared[:1], policy, SHORT)[0].bytes_full
+    alone = small.run(prepared[:1], policies.create("full"), SHORT)[0]
+    assert alone.bytes_held == small.bytes_per_token() * alone.seen
+    layers = session.model.config.text_config.num_hidden_layers
+    per_token = session.bytes_per_token() // layers + (layers - 1) * small.bytes_per_token() // layers
+    assert alone.bytes_peak == per_token * alone.prompt_tokens  # the last layer before it is rounded
 
 
 def test_text_streams_as_it_comes(session: Session, requests: list[Request]) -> None:

@@ -71,6 +71,7 @@ def make_work(session: Session, policy: Any, prompt: str, settings: Resolved) ->
         revision=session.revision,
         device=str(session.device),
         dtype=str(session.dtype).removeprefix("torch."),
+        kv_dtype=session.kv_dtype,
         policy={"name": settings.policy, **policy.resolved()},
         decoding=dataclasses.asdict(decoding),
         load_seconds=session.load_seconds,

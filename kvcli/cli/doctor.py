@@ -24,6 +24,7 @@ def doctor(
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="As for describe.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="As for describe.", show_default=False)] = None,
+    kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="As for describe.", show_default=False)] = None,
     offline: Annotated[
         bool | None, typer.Option("--offline", help="Never use the network.", show_default=False)
     ] = None,
@@ -37,7 +38,13 @@ def doctor(
     from kvcli.cli import run
     from kvcli.cli.settings import resolve
 
-    given = {"device": device, "dtype": dtype, "offline": offline, "trust_remote_code": trust_remote_code}
+    given = {
+        "device": device,
+        "dtype": dtype,
+        "kv_dtype": kv_dtype,
+        "offline": offline,
+        "trust_remote_code": trust_remote_code,
+    }
     settings = resolve({name: value for name, value in given.items() if value is not None} | {"model": model or ""})
     run.quieten(settings)
     with run.stdout_is_data():
@@ -65,6 +72,7 @@ def _report(settings: Resolved) -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "device": _device(chosen),
         "dtype": f"{str(dtype).removeprefix('torch.')}: {reason} (for a model stored as bfloat16)",
+        "cache": "int8" if settings.kv_dtype == "int8" else "the type of the model",
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, {os.cpu_count()} cores",
         "hub": {name: os.environ.get(name) for name in ("HF_HOME", "HF_HUB_OFFLINE")},
     }
@@ -100,7 +108,7 @@ def _model(settings: Resolved) -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    for name in ("kvcli", "python", "device", "dtype", "cpu"):
+    for name in ("kvcli", "python", "device", "dtype", "cache", "cpu"):
         print(f"{name:<16}{report[name]}")
     for package, found in report["packages"].items():
         print(f"{package:<16}{found or 'not installed'}")

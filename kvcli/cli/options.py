@@ -76,6 +76,13 @@ class Settings:
         MODEL,
         "Type of the weights.",
     )
+    kv_dtype: str = setting(
+        "auto",
+        kinds.choice("auto", "int8"),
+        CACHE,
+        "How what is kept is stored: int8 takes about half of 16-bit numbers.",
+        shown="the model's",
+    )
     offline: bool = setting(False, kinds.SWITCH, MODEL, "Never use the network.")
     trust_remote_code: bool = setting(
         False, kinds.SWITCH, MODEL, "Run code that comes with the model. Only for models that you trust."

@@ -141,6 +141,7 @@ def load_session(settings: Settings, screen: Terminal, clock: Clock) -> Session:
             settings.model,
             device=settings.device,
             dtype=settings.dtype,
+            kv_dtype=settings.kv_dtype,
             offline=settings.offline,
             trust_remote_code=settings.trust_remote_code,
             allow_pickle=settings.allow_pickle,

@@ -28,6 +28,7 @@ from kvcli.engine.layers import Handle, KVLayer, PictureLayer
 from kvcli.engine.layout import entry_bytes, layer_report, picture_bytes
 from kvcli.engine.masks import physical_mask
 from kvcli.engine.run import Turn
+from kvcli.engine.stored import read
 from kvcli.errors import StartError
 
 __all__ = ["KVCache", "after_attention", "attached", "entry_bytes", "layer_report", "picture_bytes"]
@@ -56,6 +57,8 @@ def attention(
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise StartError(f"{type(module).__name__} uses learned attention sinks or biases, which kvcli does not serve")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if key.dtype == torch.int8 and query.shape[2] > 1:  # a later prompt, whose blocks of queries read all of it again
+        key, value = read(key, query.dtype), read(value, query.dtype)
     if handle.lag is not None:
         query = handle.layer.owner.turned(query, handle.lag, handle.layer.index)
     owner, handle.fresh = handle.fresh, False
@@ -120,9 +123,13 @@ def _compress(layer: KVLayer, turn: Turn) -> None:
         for each, answer in zip(turns, cache.policy.compress_model([t.view() for t in turns]), strict=True):
             each.apply(answer)
     for changed in done:
+        if cache.int8:
+            changed.store.quantise()
         cache.account(changed)
         if isinstance(changed, PictureLayer):
             changed.read_again()
+        else:
+            changed.keys, changed.values = changed.store.view()  # what was shown to the model is let go of
 
 
 AttentionInterface.register(NAME, attention)

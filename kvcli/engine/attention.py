@@ -1,7 +1,8 @@
 """Attention output, and the statistics that a policy asked for, in one pass.
 
 Knows tensors and `kvcli.policies.contract`, nothing of transformers. Masks are boolean (True: may attend) or additive,
-[B, P, T, S]; grouped queries are packed, never expanded. All sums are taken in float32 at least.
+[B, P, T, S]; grouped queries are packed, never expanded. All sums are taken in float32 at least. Keys and values may
+be stored as int8 (`stored`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvcli.engine.stored import dot, exact, mix, read
 from kvcli.policies.contract import Columns, Rows, RowSummary, Statistic
 
 QUERY_BLOCK = {"cpu": 64, "cuda": 512}
@@ -100,7 +102,7 @@ def attend(
     """Attention output without statistics: [B, H, T, D] -> [B, H, T, Dv]. Masks as in `attend_and_gather`."""
     batch, heads, length, width = query.shape
     kv_heads = keys.shape[1]
-    if softcap is not None or length > 1:
+    if softcap is not None or length > 1 or keys.dtype == torch.int8:
         return attend_and_gather(query, keys, values, mask, scale, [], softcap=softcap, bias=bias)
     packed = query.reshape(batch, kv_heads, heads // kv_heads, width)
     mask = _with_bias(mask, bias, query.dtype)
@@ -128,27 +130,26 @@ def attend_and_gather(
     batch, heads, length, _ = query.shape
     kv_heads, slots = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
-    exact = torch.promote_types(query.dtype, torch.float32)
-    scaled, transposed = query.to(exact) * scale, keys.to(exact).transpose(-1, -2)
-    values = query.new_empty(batch, kv_heads, slots, 0) if values is None else values
-    exact_values = values.to(exact)
-    output = query.new_empty(batch, heads, length - start, values.shape[-1])
+    scaled = query.to(exact(query.dtype)) * scale
+    if length > 1:  # every block of queries reads them again
+        keys, values = read(keys, scaled.dtype), None if values is None else read(values, scaled.dtype)
+    outputs = []
     block = QUERY_BLOCK.get(query.device.type, 64)
     for begin in range(start, length, block):
         end = min(begin + block, length)
         last = slots - length + end if mask is None else slots
         rows = scaled[:, :, begin:end].reshape(batch, kv_heads, group * (end - begin), -1)
-        logits = torch.matmul(rows, transposed[..., :last]).view(batch, kv_heads, group, end - begin, last)
+        logits = dot(rows, keys[:, :, :last]).view(batch, kv_heads, group, end - begin, last)
         visible = _visible(mask, begin, end, slots - length, last, query.device)
         logits = _masked(logits, visible, softcap, None if bias is None else bias[..., :last])
         weights = torch.softmax(logits, -1)
-        if values.shape[-1]:
-            product = torch.matmul(weights.view(batch, kv_heads, -1, last), exact_values[:, :, :last])
-            output[:, :, begin - start : end - start] = product.view(batch, heads, end - begin, -1).to(query.dtype)
+        if values is not None:
+            product = mix(weights.view(batch, kv_heads, -1, last), values[:, :, :last])
+            outputs.append(product.view(batch, heads, end - begin, -1).to(query.dtype))
         seen = visible if visible is not None and visible.dtype == torch.bool else None
         for listener in listeners:
             listener.add(weights, begin, seen)
-    return output
+    return torch.cat(outputs, 2) if outputs else query[..., :0]
 
 
 def _visible(mask: Tensor | None, begin: int, end: int, before: int, last: int, device: torch.device) -> Tensor | None:

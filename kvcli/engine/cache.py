@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.hidden import Survivors
+from kvcli.engine.stored import SCALE, exact, quantise, read
 
 BLOCK = 64
 """Slots are added this many at a time when the reserved room was not enough."""
@@ -23,7 +24,8 @@ BLOCK = 64
 class LayerCache:
     """Keys and values of one layer in slots.
 
-    keys, values: buffers [B, Hkv, capacity, D]. positions: int64 [B, P, capacity], -1 in an empty slot, or None as long
+    keys, values: buffers [B, Hkv, capacity, D] in the model's own numbers, `dtype`, or once `quantise` was called, in
+    the int8 form of `stored`. positions: int64 [B, P, capacity], -1 in an empty slot, or None as long
     as slot and column are the same. side: per-slot tensors [B, A, capacity], by name, which follow every entry. state:
     tensors whose first axis is the batch. free: empty slots below `extent` of each row (the fewest over its heads).
     kept: entries of each row right after the last `keep`. gaps: whether some head may have empty slots that `free`
@@ -39,6 +41,8 @@ class LayerCache:
 
     def reset(self) -> None:
         """Forget everything and give the memory back."""
+        self.dtype = torch.float32
+        self.int8 = False
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.positions: Tensor | None = None
@@ -67,8 +71,19 @@ class LayerCache:
         """Whether any slot in use may be empty, so that attention must look at `positions`."""
         return self.gaps or any(self.free)
 
+    @property
+    def kv_heads(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[1]
+
+    def read_keys(self) -> Tensor:
+        """Keys of the slots in use in the model's numbers: [B, Hkv, extent, D]."""
+        return read(self.view()[0], self.dtype)
+
+    def read_values(self) -> Tensor:
+        return read(self.view()[1], self.dtype)
+
     def view(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the slots in use: [B, Hkv, extent, D]."""
+        """Keys and values of the slots in use, as they are stored: [B, Hkv, extent, D]."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys[:, :, : self.extent], self.values[:, :, : self.extent]
@@ -102,9 +117,16 @@ class LayerCache:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def bytes_per_slot(self) -> int:
-        """Keys and values of one slot, all rows and heads."""
+        """Keys and values of one slot, all rows and heads, with their scales."""
         buffers = [t for t in (self.keys, self.values) if t is not None]
         return sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in buffers)
+
+    def full_bytes_per_slot(self) -> int:
+        """The same in the model's own numbers."""
+        if not self.int8 or self.keys is None:
+            return self.bytes_per_slot()
+        scales = 2 * self.keys.shape[0] * self.keys.shape[1] * SCALE
+        return (self.bytes_per_slot() - scales) * self.dtype.itemsize
 
     # --- writing
 
@@ -113,7 +135,8 @@ class LayerCache:
 
         They go to free slots where every row has enough of them, else to the end.
         """
-        count = keys.shape[2]
+        count, self.dtype = keys.shape[2], keys.dtype
+        keys, values = self._stored(keys), self._stored(values)
         if self.free and min(self.free) >= count:
             self._reuse(keys, values)
         else:
@@ -122,6 +145,8 @@ class LayerCache:
 
     def append_survivors(self, keys: Tensor, values: Tensor, survivors: Survivors, room: int = 0) -> None:
         """Add the entries of some columns [B, Hkv, K, D] while all `survivors.length` columns pass by."""
+        self.dtype = keys.dtype
+        keys, values = self._stored(keys), self._stored(values)
         start, before = self.extent, self.free or [0] * len(survivors.held)
         self._extend(keys, values, room)
         self.positions = self._own_positions()
@@ -190,8 +215,8 @@ class LayerCache:
         kept_positions = located.expand(-1, both, -1).gather(-1, taken.expand(-1, both, -1))
         kept_positions = kept_positions.masked_fill(missing, -1)
         kept_side = {name: gather_slots(t[..., : self.extent], taken) for name, t in self.side.items()} | (side or {})
-        self.keys = gather_slots(self.keys, taken) if keys is None else keys
-        self.values = gather_slots(self.values, taken) if values is None else values
+        self.keys = gather_slots(self.keys, taken) if keys is None else self._stored(keys)
+        self.values = gather_slots(self.values, taken) if values is None else self._stored(values)
         self.positions, self.side = kept_positions, kept_side
         self.extent, self.tail = width, 0
         self.free = [width - n for n in held]
@@ -227,24 +252,37 @@ class LayerCache:
         own = counts.gather(-1, target)
         together = (target[..., :, None] == target[..., None, :]).to(weight.dtype)  # who goes into the same entry
         total = own + (together @ weight[..., None])[..., 0]
+        number = exact(self.dtype)
         for buffer in self._writable():
-            exact = torch.promote_types(buffer.dtype, torch.float32)
-            added = together.to(exact) @ (gather_slots(buffer, source).to(exact) * weight[..., None])
-            mixed = (gather_slots(buffer, target).to(exact) * own[..., None] + added) / total[..., None]
-            index = target.expand(-1, buffer.shape[1], -1)[..., None].expand_as(mixed)
-            buffer.scatter_(2, index, mixed.to(buffer.dtype))
+            gone, taker = (read(gather_slots(buffer, slots), number) for slots in (source, target))
+            added = together.to(number) @ (gone * weight[..., None])
+            mixed = self._stored(((taker * own[..., None] + added) / total[..., None]).to(self.dtype))
+            buffer.scatter_(2, target.expand(-1, buffer.shape[1], -1)[..., None].expand_as(mixed), mixed)
         self.side["counts"] = counts.scatter(-1, target, total)
 
     def rewrite(self, slots: Tensor, keys: Tensor) -> None:
         """Give entries new keys: int64 [B, P, m], [B, Hkv, m, D]."""
-        held, _ = self._writable()
+        held, keys = self._writable()[0], self._stored(keys)
         held.scatter_(2, slots.expand(-1, keys.shape[1], -1)[..., None].expand_as(keys), keys)
+
+    def quantise(self) -> None:
+        """Store keys and values as int8 from now on. Whoever looks at the old buffers keeps them."""
+        if self.int8:
+            return
+        capacity, (keys, values) = self.capacity, self.view()
+        self.int8, self.keys, self.values = True, quantise(keys), quantise(values)
+        if capacity > self.extent:
+            self._allocate(capacity, self.keys, self.values)
 
     def set_side(self, name: str, values: Tensor) -> None:
         """Store a per-slot tensor [B, A, extent]."""
         tensor = values.new_full((*values.shape[:2], self.capacity), FRESH.get(name, 0.0))
         tensor[..., : self.extent] = values
         self.side[name] = tensor
+
+    def _stored(self, entries: Tensor) -> Tensor:
+        """Entries as they are put into the buffers."""
+        return quantise(entries) if self.int8 else entries
 
     def _writable(self) -> tuple[Tensor, Tensor]:
         """The buffers, once nobody else can be looking at them."""

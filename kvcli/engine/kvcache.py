@@ -28,14 +28,16 @@ from kvcli.policies.contract import Prompt
 class KVCache(Cache):
     """A cache for one conversation of a batch under one policy.
 
-    whole: whether sliding layers hold also what no later token can see, for a cache that others start from.
+    int8: whether entries are stored as int8 once their prompt is done. whole: whether sliding layers hold also what no
+    later token can see, for a cache that others start from.
 
     Attention layers of the stock layout are ours; linear, convolution and shared ones stay stock.
     """
 
-    def __init__(self, config: Any, policy: Policy, rotator: Rotator | None = None) -> None:
+    def __init__(self, config: Any, policy: Policy, rotator: Rotator | None = None, int8: bool = False) -> None:
         self.policy = policy
         self.rotator = rotator
+        self.int8 = int8
         self.prompt: Prompt | None = None
         self.survivors: Survivors | None = None
         self.coordinates = Coordinates()
@@ -171,9 +173,9 @@ class KVCache(Cache):
         for layer in self.ours:
             window = layer.window if layer.kind == "sliding_attention" else None
             slots = seen if window is None else min(seen, window)
-            total += layer.store.bytes_per_slot() // max(1, len(layer.store.free)) * slots
+            total += layer.store.full_bytes_per_slot() // max(1, len(layer.store.free)) * slots
         for layer in self.pictures:
-            total += layer.store.bytes_per_slot() // max(1, len(layer.store.free)) * layer.store.seen
+            total += layer.store.full_bytes_per_slot() // max(1, len(layer.store.free)) * layer.store.seen
         return total
 
     def bytes_used(self) -> int:

@@ -81,7 +81,7 @@ class KVLayer(CacheLayerMixin):
         return self.shown(None if survivors is None else survivors.columns, lag)
 
     def shown(self, columns: Tensor | None = None, lag: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values as the model is given them, with what the attention function must know."""
+        """Keys and values as the model is given them (as stored), with what the attention function must know."""
         self.keys, self.values = self.store.view()
         positions = None if self.store.positions is None else self.store.located()
         self.keys._kvcli = Handle(  # type: ignore[attr-defined]

@@ -16,6 +16,8 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from kvcli.engine.stored import SCALE
+
 
 def layout(config: Any) -> list[tuple[str, Any]]:
     """(kind, stock cache layer) for each decoder layer of a model's config."""
@@ -50,8 +52,9 @@ def layer_report(config: Any) -> list[tuple[int, str, bool, str]]:
     return report
 
 
-def entry_bytes(config: Any, dtype: torch.dtype) -> list[int]:
-    """KV bytes of one token in each of our layers; what holds pictures beside the text does not grow with it."""
+def entry_bytes(config: Any, dtype: torch.dtype, int8: bool = False) -> list[int]:
+    """KV bytes of one token in each of our layers, as numbers of a type or as int8; what holds pictures beside
+    the text does not grow with it."""
     text = config.get_text_config(decoder=True)
     sizes = []
     for index, (kind, stock) in enumerate(layout(config)):
@@ -59,7 +62,7 @@ def entry_bytes(config: Any, dtype: torch.dtype) -> list[int]:
             layer = text.per_layer_config[index] if getattr(text, "is_heterogeneous", False) else text
             heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
             width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-            sizes.append(2 * heads * width * dtype.itemsize)
+            sizes.append(2 * heads * (width + SCALE if int8 else width * dtype.itemsize))
     return sizes
 
 

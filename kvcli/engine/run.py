@@ -102,19 +102,18 @@ class Turn:
 
     def view(self) -> LayerView:
         """What the policy is shown."""
-        keys, values = self.store.view()
         statistics = dict(self.gathered)
         for name in (s.name for s in self.policy.statistics() if isinstance(s, Columns)):
             found = self.store.side_view(name)
             if found is not None:
-                statistics[name] = finish(self._statistic(name), found, keys.shape[1])
+                statistics[name] = finish(self._statistic(name), found, self.store.kv_heads)
         positions = self._to_keep(self.store.located())
         counts = self.store.side_view("counts")
         return LayerView(
             layer=self.layer,
             layers=self.layers,
-            keys=keys,
-            values=values,
+            keys=self.store.read_keys,  # type: ignore[arg-type]  # read when asked for
+            values=self.store.read_values,  # type: ignore[arg-type]
             positions=positions,
             statistics=statistics,
             counts=torch.ones_like(positions, dtype=torch.float32) if counts is None else counts,

@@ -78,22 +78,36 @@ class Outcome:
 class Session:
     """One model, many batches. Not for use by several threads at once, except `prepare`."""
 
-    def __init__(self, loaded: loading.Loaded, load_seconds: float = 0.0) -> None:
+    def __init__(self, loaded: loading.Loaded, load_seconds: float = 0.0, kv_dtype: str = "auto") -> None:
+        """kv_dtype: "int8" to store keys and values so once a prompt is done; "auto" for the model's own type."""
         self.loaded = loaded
         self.model, self.processor = loaded.model, loaded.processor
         self.model_name, self.revision = loaded.name, loaded.revision
         self.device, self.dtype = loaded.device, loaded.dtype
         self.load_seconds = load_seconds
+        self.int8 = kv_dtype == "int8"
         self.tokenizer = self.processor.tokenizer
         self._copies = threading.local()
         adapter.KVCache(self.model.config, _anything())  # refuses a model without a layer to compress
 
     @classmethod
-    def load(cls, model: str, **settings: Any) -> Session:
-        """See `loading.load` for the settings and errors."""
+    def load(cls, model: str, kv_dtype: str = "auto", **settings: Any) -> Session:
+        """See `loading.load` for the other settings and errors."""
         started = time.perf_counter()
         loaded = loading.load(model, **settings)
-        return cls(loaded, time.perf_counter() - started)
+        return cls(loaded, time.perf_counter() - started, kv_dtype)
+
+    @property
+    def kv_dtype(self) -> str:
+        """How keys and values are stored, in a word."""
+        return "int8" if self.int8 else str(self.dtype).removeprefix("torch.")
+
+    @property
+    def plain(self) -> Session:
+        """The same session with a cache of the model's own numbers, which others are measured against."""
+        other = copy.copy(self)
+        other.int8 = False
+        return other
 
     @property
     def facts(self) -> str:
@@ -104,7 +118,7 @@ class Session:
         threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
         return (
             f"{self.model_name} on {self.device} ({number}: {self.loaded.dtype_reason}{threads}), "
-            f"attention sdpa, {ours} of {len(report)} layers compressible"
+            f"attention sdpa, {ours} of {len(report)} layers compressible" + (", cache int8" if self.int8 else "")
         )
 
     def layer_report(self) -> list[tuple[int, str, bool, str]]:
@@ -172,9 +186,13 @@ class Session:
         """An empty cache that was told about the prompt in `inputs`."""
         ids, real = inputs["input_ids"], inputs["attention_mask"].bool()
         lengths = tuple(real.sum(1).tolist())
-        cache = adapter.KVCache(self.model.config, policy, self.rotator if policy.needs_rotation else None)
+        cache = self.empty_cache(policy)
         cache.announce(Prompt(real, visual_mask(self.model, ids) & real, lengths, max_new_tokens))
         return cache
+
+    def empty_cache(self, policy: Policy) -> adapter.KVCache:
+        """A cache for this model that knows of no prompt yet."""
+        return adapter.KVCache(self.model.config, policy, self.rotator if policy.needs_rotation else None, self.int8)
 
     @cached_property
     def rotator(self) -> Rotator:
@@ -185,7 +203,7 @@ class Session:
 
     def bytes_per_token(self) -> int:
         """KV bytes that one more token takes in all layers that grow."""
-        return sum(adapter.entry_bytes(self.model.config, self.dtype))
+        return sum(adapter.entry_bytes(self.model.config, self.dtype, self.int8))
 
     def batch_bytes(self, lengths: Sequence[int], policy: Policy, decoding: Decoding) -> int:
         """KV bytes that a batch of prompts of these lengths will hold at its peak, beams included.
@@ -198,9 +216,11 @@ class Session:
         kept = max(policy.target(n) for n in lengths) if policy.frees_memory else longest
         end = kept + policy.growth(prompt)
         layers = adapter.entry_bytes(self.model.config, self.dtype)
-        in_prefill = sum(layers) * (longest if policy.served_at_once else kept) + max(layers) * longest
+        held = self.bytes_per_token()
+        done = sum(layers) * longest if policy.served_at_once else held * kept
+        in_prefill = done + max(layers) * longest
         beside = sum(adapter.picture_bytes(self.model.config, self.dtype))
-        return rows * (max(sum(layers) * end, in_prefill) + beside)
+        return rows * (max(held * end, in_prefill) + beside)
 
     def free_bytes(self) -> int:
         """Memory that is free on the model's device."""

@@ -69,7 +69,7 @@ class Reading:
         self.inputs = {name: self._placed(value) for name, value in joined.items()}
         self.union = everything(policies)
         self.cache = session.cache(self.union, self.inputs, decoding.max_new_tokens)
-        self.cache.whole = True
+        self.cache.whole, self.cache.int8 = True, False
         seen: list[Tensor] = []
         with (
             torch.inference_mode(),
@@ -88,7 +88,7 @@ class Reading:
     def start(self, policy: Policy) -> adapter.KVCache:
         """A cache that holds what the policy keeps of the prompts."""
         session, read = self.session, self.cache
-        cache = adapter.KVCache(session.model.config, policy, session.rotator if policy.needs_rotation else None)
+        cache = session.empty_cache(policy)
         assert read.prompt is not None
         cache.announce(read.prompt)
         cache.coordinates.known = read.coordinates.known

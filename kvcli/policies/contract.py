@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from kvcli.policies.lazy import torch
 
@@ -107,8 +107,9 @@ class Prompt:
 class LayerView:
     """One layer's cache as a policy sees it.
 
-    keys, values: [B, Hkv, S, D], rotated as cached. positions: int64 [B, P, S], the logical column of each slot,
-    -1 for a slot that holds nothing to keep (empty, padding, or out of a sliding window). statistics: by name.
+    keys, values: [B, Hkv, S, D], rotated as cached (those of an int8 cache are put together when a policy reads them,
+    which costs about what attention does). positions: int64 [B, P, S], the logical column of each slot, -1 for a slot
+    that holds nothing to keep (empty, padding, or out of a sliding window). statistics: by name.
     counts: float [B, P, S], how many tokens were merged into the entry. weights: float [B, H, S] of the newest
     query (decode, and only for a policy with `needs_weights`). step: 0 after a prompt, t after the t-th generated
     token was fed. state: tensors of this layer and run whose first axis is the batch.
@@ -157,6 +158,26 @@ class LayerView:
         index = self.positions.clamp(0, columns - 1)
         mask = self.prompt.visual[:, None].expand(-1, index.shape[1], -1)
         return inside & mask.gather(-1, index)
+
+
+class _Lazy:
+    """A field that may be given as a function, which is called when the field is first read."""
+
+    def __init__(self, name: str) -> None:
+        self.name = f"_{name}"
+
+    def __get__(self, view: Any, owner: type) -> Any:
+        found = vars(view)[self.name]
+        if callable(found):
+            found = vars(view)[self.name] = found()
+        return found
+
+    def __set__(self, view: Any, value: Any) -> None:
+        vars(view)[self.name] = value
+
+
+for _name in ("keys", "values"):
+    setattr(LayerView, _name, _Lazy(_name))  # once the dataclass is made, which would take it for a default
 
 
 @dataclass

@@ -104,7 +104,7 @@ class HAE(Policy):
         if self.broadcast == "none":
             self._compare(view, view.occupied & ~kept)
         if self.acts_in_decode:
-            zero = view.keys.new_zeros(len(held), dtype=torch.float64)
+            zero = view.positions.new_zeros(len(held), dtype=torch.float64)
             view.state["lost"] = view.state.get("lost", zero)
             view.state["marked"] = torch.full((len(held), 1, self.bin), -1, device=zero.device)
         return keep_where(kept, view.positions, held)
@@ -114,7 +114,7 @@ class HAE(Policy):
         if "scores" not in view.shared:
             # by column, since layers with a sliding window have other slots; what was not judged counts as text
             columns = torch.full((len(view.held), 1, view.prompt.columns + 1), self._TEXT, dtype=torch.float64)
-            columns = columns.to(view.keys.device)
+            columns = columns.to(view.positions.device)
             index = view.positions.masked_fill(~view.occupied, view.prompt.columns)
             view.shared["scores"] = columns.scatter(-1, index, self._judged(view))
         first_layer = view.shared["scores"].to(view.positions.device).gather(-1, view.positions.clamp(min=0))

@@ -59,7 +59,7 @@ class Scissorhands(Policy):
 
     def compress(self, view: LayerView) -> Keep:
         targets = self.targets(view)
-        rows = self._by_group(view, view.statistics["rows"])
+        rows = self._by_group(view.statistics["rows"], view.keys.shape[1])
         queries = view.prompt.columns - self.history + torch.arange(self.history, device=rows.device)
         sees = (view.positions[:, :, None] <= queries[:, None]) & view.occupied[:, :, None] | (rows > 0)
         uniform = 1 / sees.sum(-1, keepdim=True).clamp(min=1)
@@ -73,7 +73,7 @@ class Scissorhands(Policy):
 
     def evict(self, view: LayerView) -> Evict | None:
         assert view.weights is not None
-        weights = self._by_group(view, view.weights[:, :, None])[:, :, 0]
+        weights = self._by_group(view.weights[:, :, None], view.state["counter"].shape[1])[:, :, 0]
         occupied = view.occupied.expand_as(weights)
         below = (weights < 1 / occupied.sum(-1, keepdim=True).clamp(min=1)) & occupied
         index = view.positions.clamp(min=0).expand_as(weights)
@@ -103,6 +103,6 @@ class Scissorhands(Policy):
         """[B, Hkv, S]: higher for what was less often unimportant, then for what is younger."""
         return view.positions.double() / 2**32 - counter.double()
 
-    def _by_group(self, view: LayerView, rows: torch.Tensor) -> torch.Tensor:
+    def _by_group(self, rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """[B, H, w, S] -> [B, Hkv, w, S]."""
-        return rows.reshape(len(rows), view.keys.shape[1], -1, *rows.shape[2:]).mean(2)
+        return rows.reshape(len(rows), kv_heads, -1, *rows.shape[2:]).mean(2)

@@ -20,6 +20,7 @@ Departures, with reasons:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -74,7 +75,8 @@ class Streaming(Budgeted):
         answer = Evict(slots=slots, leaving=[int(x) for x in over])
         if self.needs_rotation and max(sinks):
             gone = torch.arange(view.positions.shape[-1], device=slots.device) == slots
-            after = dataclasses.replace(view, positions=view.positions.masked_fill(gone, -1))
+            after = copy.copy(view)
+            after.positions = view.positions.masked_fill(gone, -1)
             answer.rewrite = self._moved(after, sinks)
         return answer
 
@@ -99,8 +101,10 @@ class Streaming(Budgeted):
         steps = (start - end - 1).clamp(min=0)
         number = torch.arange(width, device=originals.device).expand(len(sinks), width)
         turned = view.turn(originals, steps[:, None].expand(-1, 1, width))
-        mine = (number < counts)[:, None, :, None]
-        return number[:, None], torch.where(mine, turned, view.keys[:, :, :width])
+        if min(sinks) < width:
+            mine = (number < counts)[:, None, :, None]
+            turned = torch.where(mine, turned, view.keys[:, :, :width])
+        return number[:, None], turned
 
     def _place(self, view: LayerView, column: torch.Tensor, low: bool) -> torch.Tensor:
         """The rotary coordinate of a column [B, 1]: the lowest or highest of its axes."""
