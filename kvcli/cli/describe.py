@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kvcli.cli import errors, run
 from kvcli.cli.options import picture_command
 from kvcli.cli.settings import Resolved
-from kvcli.cli.terminal import Interrupts, Terminal, count_of, duration, size
+from kvcli.cli.terminal import Interrupts, Terminal, count_of, duration
+from kvcli.report.units import size
 
 if TYPE_CHECKING:
     from kvcli.batch import Event, Work

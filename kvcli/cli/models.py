@@ -108,7 +108,7 @@ def _table(found: list[Local]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kvcli.cli.terminal import size
+    from kvcli.report.units import size
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("model", "kind", "size", "state"):

@@ -14,8 +14,9 @@ import typer
 from kvcli.cli import errors, run, study
 from kvcli.cli.options import picture_command
 from kvcli.cli.settings import Resolved
-from kvcli.cli.terminal import Interrupts, Terminal, clean, size
+from kvcli.cli.terminal import Interrupts, Terminal, clean
 from kvcli.errors import PictureError, UsageError
+from kvcli.report.units import size
 
 if TYPE_CHECKING:
     from kvcli.engine.conversation import Conversation

@@ -32,15 +32,6 @@ def one_line(text: str) -> str:
     return clean(text.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t"))
 
 
-def size(count: float) -> str:
-    """Bytes for people: 512 B, 3.4 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
-
-
 def count_of(count: int, word: str) -> str:
     """1 stray, 2 strays."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
