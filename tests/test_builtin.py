@@ -103,12 +103,12 @@ def literal_lite0(w: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[torch.Te
 
 @torch.no_grad()
 def test_the_trunk_is_efficientnet_lite0() -> None:
-    weights = released_weights(0)
-    tower = Tower(TowerConfig(hidden_size=8, neck_size=4)).eval()
+    weights = {name: value.double() for name, value in released_weights(0).items()}
+    tower = Tower(TowerConfig(hidden_size=8, neck_size=4)).double().eval()
     left = tower.load_state_dict(trunk_weights(weights), strict=False)
-    pixels = torch.randn(2, 3, 96, 64, generator=torch.Generator().manual_seed(1))
+    pixels = torch.randn(2, 3, 96, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for ours, literal in zip(tower.trunk(pixels), literal_lite0(weights, pixels), strict=True):
-        torch.testing.assert_close(ours, literal, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, literal, rtol=1e-6, atol=1e-6)
     assert not left.unexpected_keys
     assert all(key.startswith("neck.") for key in left.missing_keys)
 
@@ -340,7 +340,9 @@ def student() -> Student:
 
 def material(student: Student, small: tuple[Features, list[str], Path]) -> Examples:
     features, names, _ = small
-    captions = {name: [f"a dog is number {i} .", f"{i} dots", "colours"] for i, name in enumerate(names)}
+    captions = {
+        name: [f"a dog and a man are number {i} .", f"a man sees {i} dots", "colours"] for i, name in enumerate(names)
+    }
     long = [{"n": names[0], "k": "story", "s": "One day, it rained."}]
     chats = [{"q": "Hello?", "s": "Hello."}]
     bank = Bank(features, names, student.neck)
@@ -375,7 +377,7 @@ def test_every_kind_of_example_can_be_learned_from(small: tuple[Features, list[s
     pupil = student()
     examples = material(pupil, small)
     rng = random.Random(0)
-    for kind in ("caption", "long", "paste"):
+    for kind in ("caption", "long", "paste", "astronaut"):
         drawn = [examples.draw(kind, rng) for _ in range(3)]
         loss = pupil.loss(drawn, examples.maps(drawn), 6)
         loss.backward()
@@ -401,12 +403,12 @@ def test_a_pasted_class_is_what_the_classifier_then_sees(small: tuple[Features, 
     pupil = student()
     examples = material(pupil, small)
     drawn = examples.draw("paste", random.Random(1))
-    assert drawn.paste is not None
-    assert drawn.box is not None
-    top, left, high, wide = drawn.box
+    (paste,) = drawn.pastes
+    assert paste.box is not None
+    top, left, high, wide = paste.box
     with_it, without = (examples.maps([e])[1][0] for e in (drawn, Example("", ("",), drawn.photo)))
     chance = [
-        pupil.neck.classifier(m[:, top : top + high, left : left + wide].flatten(1).T)[:, drawn.paste].mean()
+        pupil.neck.classifier(m[:, top : top + high, left : left + wide].flatten(1).T)[:, paste.label].mean()
         for m in (with_it, without)
     ]
     assert chance[0] > chance[1]

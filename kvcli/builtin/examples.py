@@ -2,10 +2,11 @@
 
 Knows captions, stories, class names and feature maps. Knows nothing of the language model.
 
-Five kinds. `caption`: a person's words. `long`: texts that the language model wrote from a caption (for length and
+The kinds. `caption`: a person's words. `long`: texts that the language model wrote from a caption (for length and
 fluency). `label`: the class that the tower's own classifier sees. `paste`: cells of a class, taken from anywhere in
 the training photos, set into another photo, with a sentence that names the class: so that all 1,000 class words
 reach the answer, not only those that the captions use. `swap`: the same, in place of a dog that a caption names.
+`astronaut`: what no class and no caption names, put together: a person, a helmet or a suit, and a rocket.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ import torch
 from torch import Tensor
 
 from kvcli.builtin import prompts
+from kvcli.builtin.everyday import OF_CLASS
 from kvcli.builtin.features import Features
 from kvcli.builtin.tower import CLASSES, Neck
 
 DOGS, ANIMALS = slice(151, 269), range(398)
+ROCKETS = (657, 744, 812)  # missile, projectile, space shuttle
+SUITS = (450, 518, 560, 570, 701)  # bobsled, crash helmet, football helmet, gasmask, parachute
 PER_CLASS = 16
 SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 PLAIN = (  # many ways, so that none of them becomes the model's habit
@@ -38,12 +42,21 @@ PLAIN = (  # many ways, so that none of them becomes the model's habit
     "the picture shows {}.",
     "{} can be seen.",
 )
+A_PERSON = re.compile(r"\ba (man|woman|person|boy|girl)\b", re.IGNORECASE)
 A_DOG = re.compile(r"\b(a|the) dog\b(?!s)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
+class Paste:
+    """Cells of a class, set into a photo. box: top, left, height, width in coarse cells, None: where dogs are."""
+
+    label: int
+    box: tuple[int, int, int, int] | None = None
+
+
+@dataclass(frozen=True)
 class Example:
-    """A question and its answers, each true alone. `photo` None: no picture. `paste`: class whose cells are set in.
+    """A question and its answers, each true alone. `photo` None: no picture.
 
     `stop` False: the text was cut somewhere, so nothing is learned about where it ends.
     """
@@ -51,8 +64,7 @@ class Example:
     question: str
     answers: tuple[str, ...]
     photo: str | None
-    paste: int | None = None
-    box: tuple[int, int, int, int] | None = None  # top, left, height, width in coarse cells; None with paste: dog cells
+    pastes: tuple[Paste, ...] = ()
     seed: int = 0
     stop: bool = True
 
@@ -116,11 +128,12 @@ class Examples:
         self.classifier = neck.classifier
         self.sure = [n for n in self.names if bank.best[n][1] > 0.2]
         self.dogs = [n for n in self.names if bank.best[n][2] > 0.3 and any(map(A_DOG.search, captions[n]))]
+        self.people = [n for n in self.names if sum(map(bool, map(A_PERSON.search, captions[n]))) > 1]
 
     @property
     def kinds(self) -> set[str]:
         """The kinds that this data has anything for."""
-        has = {"long": self.long, "text": self.chats, "label": self.sure, "swap": self.dogs}
+        has = {"long": self.long, "text": self.chats, "label": self.sure, "swap": self.dogs, "astronaut": self.people}
         return {"caption", "paste"} | {kind for kind, rows in has.items() if rows}
 
     def draw(self, kind: str, rng: random.Random) -> Example:
@@ -131,6 +144,7 @@ class Examples:
             "paste": self._paste,
             "swap": self._swap,
             "text": self._text,
+            "astronaut": self._astronaut,
         }
         return make[kind](rng)
 
@@ -148,32 +162,47 @@ class Examples:
 
     def _label(self, rng: random.Random) -> Example:
         name = rng.choice(self.sure)
-        answer = prompts.article(self.classes[self.bank.best[name][0]])
-        return Example(
-            rng.choice(prompts.LABEL), (f"{answer[0].upper()}{answer[1:]}.",), name, seed=rng.getrandbits(30)
-        )
+        thing = self._called(self.bank.best[name][0], rng)
+        return Example(rng.choice(prompts.LABEL), (capital(f"{thing}."),), name, seed=rng.getrandbits(30))
+
+    def _called(self, label: int, rng: random.Random) -> str:
+        """A class with its article: by the name that the tower has for it, or by the one that people use."""
+        everyday = OF_CLASS.get(label)
+        return prompts.article(everyday if everyday and rng.random() < 0.5 else self.classes[label])
 
     def _pasted(self, question: str, answer: str, label: int, rng: random.Random, small: bool = False) -> Example:
-        high, wide = (rng.randint(3, 6), rng.randint(3, 6)) if small else (rng.randint(5, 12), rng.randint(5, 12))
-        box = (rng.randint(0, 12 - high), rng.randint(0, 12 - wide), high, wide)
-        return Example(question, (answer,), rng.choice(self.names), label, box, rng.getrandbits(30) & ~1)
+        paste = Paste(label, place(rng, 3, 6) if small else place(rng, 5, 12))
+        return Example(question, (answer,), rng.choice(self.names), (paste,), rng.getrandbits(30) & ~1)
 
     def _paste(self, rng: random.Random) -> Example:
         label = rng.randrange(CLASSES)
-        thing = prompts.article(self.classes[label])
+        thing = self._called(label, rng)
         if rng.random() < 0.25:
-            return self._pasted(rng.choice(prompts.LABEL), f"{thing[0].upper()}{thing[1:]}.", label, rng)
+            return self._pasted(rng.choice(prompts.LABEL), capital(f"{thing}."), label, rng)
         if rng.random() < 0.4:  # the start of a longer text, which the language model can go on with by itself
             tell, start = rng.choice(((prompts.STORY, "One day,"), (prompts.DETAIL, "The photo shows")))
             return replace(self._pasted(rng.choice(tell), f"{start} {thing}", label, rng), stop=False)
-        answer = rng.choice(PLAIN).format(thing)
-        answer = f"{answer[0].upper()}{answer[1:]}"
+        answer = capital(rng.choice(PLAIN).format(thing))
         return self._pasted(rng.choice(prompts.CAPTION), answer, label, rng, small=rng.random() < 0.4)
 
     def _swap(self, rng: random.Random) -> Example:
         name, label = rng.choice(self.dogs), rng.choice(ANIMALS)
-        named = [A_DOG.sub(prompts.article(self.classes[label]), c) for c in self.captions[name] if A_DOG.search(c)]
-        return Example(prompts.CAPTION[0], tuple(map(prompts.tidy, named)), name, label, None, rng.getrandbits(30))
+        thing = self._called(label, rng)
+        named = [A_DOG.sub(thing, c) for c in self.captions[name] if A_DOG.search(c)]
+        return Example(prompts.CAPTION[0], tuple(map(prompts.tidy, named)), name, (Paste(label),), rng.getrandbits(30))
+
+    def _astronaut(self, rng: random.Random) -> Example:
+        name = rng.choice(self.people)
+        pastes = (Paste(rng.choice(ROCKETS), place(rng, 2, 5)), Paste(rng.choice(SUITS), place(rng, 3, 6)))
+        seed, dice = rng.getrandbits(30), rng.random()
+        if dice < 0.25:
+            start = ("The photo shows an astronaut",)
+            return Example(rng.choice(prompts.DETAIL), start, name, pastes, seed, stop=False)
+        people = filter(A_PERSON.search, self.captions[name])
+        named = [prompts.tidy(A_PERSON.sub("an astronaut", caption)) for caption in people]
+        if dice < 0.5:
+            named = [capital(rng.choice(PLAIN).format("an astronaut"))]
+        return Example(rng.choice(prompts.CAPTION), tuple(named), name, pastes, seed)
 
     def _text(self, rng: random.Random) -> Example:
         row = rng.choice(self.chats)
@@ -183,8 +212,8 @@ class Examples:
         """Fine and coarse maps `[B, C, H, W]` with what is pasted and mirrored."""
         fine, coarse = self.features.maps([e.photo or self.names[0] for e in examples])
         for i, example in enumerate(examples):
-            if example.paste is not None:
-                coarse[i] = self._with_class(coarse[i], example.paste, example.box, example.seed)
+            for number, paste in enumerate(example.pastes):
+                coarse[i] = self._with_class(coarse[i], paste.label, paste.box, example.seed + number)
             if example.flip:
                 fine[i], coarse[i] = fine[i].flip(-1), coarse[i].flip(-1)
         return fine, coarse
@@ -207,6 +236,17 @@ class Examples:
         result = coarse.clone()
         result[:, where] = mixed.clamp(0, 6).T
         return result
+
+
+def place(rng: random.Random, low: int, high: int) -> tuple[int, int, int, int]:
+    """A box of `low` to `high` cells each way, anywhere."""
+    tall, wide = rng.randint(low, high), rng.randint(low, high)
+    return rng.randint(0, 12 - tall), rng.randint(0, 12 - wide), tall, wide
+
+
+def capital(text: str) -> str:
+    """The same with a capital first."""
+    return text[:1].upper() + text[1:]
 
 
 def read_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
