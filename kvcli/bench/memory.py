@@ -6,6 +6,7 @@ allocation. Scratch space of matrix libraries is not seen. Knows nothing of what
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-MARK = "kvcli bench: prepared"
+PREPARED, DONE = "kvcli bench: prepared", "kvcli bench: done"
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,18 @@ def measure(device: torch.device, prepare: Callable[[], Any], run: Callable[[Any
         return _on_gpu(device, prepare, run)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         prepared = prepare()
-        with record_function(MARK):
+        with record_function(PREPARED):
             pass
         result = run(prepared)
+        with record_function(DONE):
+            pass
+        # freed while the profiler looks: it would take later blocks at these places for the ones that it knew
+        del prepared, result
+        gc.collect()
     events = profiler.profiler.kineto_results.events()
-    del prepared, result
-    mark = next(event.start_ns() for event in events if event.name() == MARK)
+    marks = {event.name(): event.start_ns() for event in events if event.name() in (PREPARED, DONE)}
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return _summed(changes, mark)
+    return _summed([change for change in changes if change[0] < marks[DONE]], marks[PREPARED])
 
 
 def _summed(changes: list[tuple[int, int]], mark: int) -> Memory:

@@ -25,9 +25,12 @@ class Stopwatch(LogitsProcessor):
     device: torch.device
     times: list[float] = field(default_factory=list)
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def now(self) -> float:
         synchronize(self.device)
-        self.times.append(time.perf_counter())
+        return time.perf_counter()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.times.append(self.now())
         return scores
 
 

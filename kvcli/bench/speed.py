@@ -135,8 +135,11 @@ class Bench:
     def decode(self, work: Work, found: Sequence[Measured]) -> None:
         """Time the steps of every arm, in turns."""
         given = self._entries(work)
-        for arm in found:
-            self._steps(work, arm.arm, given, WARM_UP)
+        for each in found:
+            if self.stop():
+                return
+            self.tell(f"decode {work.batch} x {work.columns}, warm-up: {each.arm.name}")
+            self._steps(work, each.arm, given, WARM_UP)
         for number in range(work.rounds):
             for each in found:
                 if self.stop():
@@ -149,8 +152,9 @@ class Bench:
     def prefill(self, work: Work, found: Sequence[Measured]) -> None:
         """Time the reading of a prompt under every arm, in turns."""
         rows, context = work.prefill_rows, work.context
+        short = min(context, 64)
         for each in found:
-            running.prefill(self.model, self._empty(each.arm, 1, min(context, 64), 2), 1, min(context, 64))
+            running.prefill(self.model, self._empty(each.arm, 1, short, 2), 1, short)
         for number in range(work.rounds):
             for each in found:
                 if self.stop():
@@ -169,23 +173,18 @@ class Bench:
                 return
             self.tell(f"bytes of a prefill {rows} x {context}: {each.arm.name}")
 
-            def read(cache: Any) -> Any:
+            def empty(arm: Arm = each.arm) -> Any:
+                return self._empty(arm, rows, context, work.new_tokens)
+
+            def read(cache: Any, each: Measured = each) -> Any:
                 running.prefill(self.model, cache, rows, context)
+                if each.arm.policy is not None:
+                    each.bytes_used, each.bytes_reserved = cache.bytes_used(), cache.bytes_reserved()
+                    each.bytes_side = cache.bytes_side()
+                    each.kept_of_prompt = statistics.fmean(cache.held())
                 return cache
 
-            kept: list[Any] = []
-
-            def empty(arm: Arm = each.arm, kept: list[Any] = kept) -> Any:
-                kept.append(self._empty(arm, rows, context, work.new_tokens))
-                return kept[0]
-
             each.prefill = memory.measure(self.device, empty, read)
-            if each.arm.policy is not None:
-                cache = kept[0]
-                each.bytes_used, each.bytes_reserved = cache.bytes_used(), cache.bytes_reserved()
-                each.bytes_side = cache.bytes_side()
-                each.kept_of_prompt = statistics.fmean(cache.held())
-            kept.clear()
 
     def bytes_of_decode(self, work: Work, found: Sequence[Measured]) -> None:
         """Count the bytes that steps need: the cache, and what they take on top."""

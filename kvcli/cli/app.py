@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import kvcli
-from kvcli.cli import compare, config, describe, doctor, errors, models, policies, profile, story
+from kvcli.cli import bench, compare, config, describe, doctor, errors, models, policies, profile, story
 
 app = typer.Typer(
     cls=errors.Group,
@@ -26,6 +26,7 @@ app.command("describe")(describe.describe)
 app.command("profile")(profile.profile)
 app.command("compare")(compare.compare)
 app.command("story")(story.story)
+app.command("bench")(bench.bench)
 app.command("policies")(policies.policies)
 app.add_typer(models.app, name="models")
 app.command("doctor")(doctor.doctor)
