@@ -124,7 +124,12 @@ class Pair:
                 for column, entry in entries.items():
                     entries[column] = entry | {what: self.rounded(entry[what]) for what in ("key", "value")}
         leaving = [min(len(head) for head in row) for row in chosen]
-        self.real.evict(slots, leaving)
+        if self.dice.random() < 0.3:  # as if only the device knew
+            self.real.evict(slots, None)
+            assert self.real.owed is not None
+            self.real.settle(self.real.owed.tolist())
+        else:
+            self.real.evict(slots, leaving)
         for row, head, entries in self.naive.heads():
             for column in chosen[row][head]:
                 del entries[column]

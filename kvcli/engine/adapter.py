@@ -104,7 +104,7 @@ def after_attention(layer: KVLayer, turn: Turn, queries: int, columns: Tensor | 
         if cache.policy.hides_tokens and layer is cache.ours[0]:
             cache.survivors = survivors(layer.store.located(), layer.store.seen - queries, queries)
     elif turn.step > 0:
-        turn.slide(queries)
+        cache.slide(turn, queries)
         if queries == 1 and cache.policy.acts_in_decode:
             turn.evict()
 

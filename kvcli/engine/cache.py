@@ -29,7 +29,8 @@ class LayerCache:
     as slot and column are the same. side: per-slot tensors [B, A, capacity], by name, which follow every entry. state:
     tensors whose first axis is the batch. free: empty slots below `extent` of each row (the fewest over its heads).
     kept: entries of each row right after the last `keep`. gaps: whether some head may have empty slots that `free`
-    does not count.
+    does not count. owed: int64 [B], slots of each row that became free and are not among `free` yet, since only the
+    device knows how many; see `settle`.
     tail: how many of the last slots hold the last columns in order, so that `crop` can take them back.
     shared: whether other layers read these keys too, later in the same forward pass: they must find what this layer
     found, so held entries are then changed in a copy.
@@ -49,6 +50,7 @@ class LayerCache:
         self.side: dict[str, Tensor] = {}
         self.state: dict[str, Tensor] = {}
         self.free: list[int] = []
+        self.owed: Tensor | None = None
         self.kept: list[int] = []
         self.gaps = False
         self.extent = 0
@@ -224,8 +226,9 @@ class LayerCache:
         self.gaps = bool((kept_positions < 0).any())
         self._allocate(width + room, self.keys, self.values)
 
-    def evict(self, slots: Tensor, leaving: Sequence[int]) -> None:
-        """Free slots: int64 [B, P, n], -1 for none. leaving: how many leave every head of each row.
+    def evict(self, slots: Tensor, leaving: Sequence[int] | None) -> None:
+        """Free slots: int64 [B, P, n], -1 for none. leaving: how many leave every head of each row; None leaves that
+        to `settle`.
 
         Positions are replaced, not written into: another layer that shares this one's keys may still hold the old ones.
         """
@@ -235,9 +238,17 @@ class LayerCache:
         padded = torch.nn.functional.pad(positions.expand(-1, both, -1), (0, 1))
         # the column past the end takes the writes of "none"
         self.positions = padded.scatter(-1, slots.masked_fill(slots < 0, self.capacity), -1)[..., :-1]
-        self.free = [free + n for free, n in zip(self.free, leaving, strict=True)]
-        self.gaps = self.gaps or min(leaving) < slots.shape[-1]
         self.tail = 0
+        if leaving is None:
+            gone = (slots >= 0).sum(-1).amin(-1)
+            self.owed, self.gaps = gone if self.owed is None else self.owed + gone, True
+        else:
+            self.free = [free + n for free, n in zip(self.free, leaving, strict=True)]
+            self.gaps = self.gaps or min(leaving) < slots.shape[-1]
+
+    def settle(self, counts: Sequence[int]) -> None:
+        """Count as free what `owed` says, now on the host."""
+        self.free, self.owed = [free + n for free, n in zip(self.free, counts, strict=True)], None
 
     def merge(self, slots: Tensor, into: Tensor) -> None:
         """Average entries into others before they leave: means of keys and values weighted by the `counts` side tensor.

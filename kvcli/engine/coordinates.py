@@ -5,7 +5,7 @@ Knows what a decoder is called with; nothing of caches beyond their length. Note
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,11 +32,11 @@ class Coordinates:
             new = torch.cat([self.known[..., :before], new], -1)
         self.known = new
 
-    def map(self, order: Tensor) -> None:
-        """Put rows in another order, repeat them or leave some out: int64, the source of each new row. What is noted
-        once for all rows alike stays."""
-        if self.known is not None and int(order.max()) < self.known.shape[0]:
-            self.known = self.known[order.to(self.known.device)]
+    def map(self, order: Sequence[int]) -> None:
+        """Put rows in another order, repeat them or leave some out: the source of each new row. What is noted once for
+        all rows alike stays."""
+        if self.known is not None and max(order) < self.known.shape[0]:
+            self.known = self.known[torch.tensor(order, device=self.known.device)]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ decisions that of policies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class KVCache(Cache):
         self.shared_pictures: dict[str, Tensor] = {}
         self.whole = False
         self.bytes_peak = 0
+        self._slid: dict[int, list[int]] = {}
         self._bytes_now = 0
         stocks, layers = layout(config), []
         shared = any(kind == "dummy" for kind, _ in stocks)
@@ -97,7 +99,7 @@ class KVCache(Cache):
             rows = len(layer.store.free)
             if rows != len(self.prompt.lengths):
                 repeats = rows // len(self.prompt.lengths)
-                self.prompt = self.prompt.map(torch.arange(len(self.prompt.lengths)).repeat_interleave(repeats))
+                self.prompt = self.prompt.map(_repeated(len(self.prompt.lengths), repeats))
             # A chunk that an entry falls out of is not a window that slides: there the model's mask alone decides. And
             # what slid out of the first layer's window must not leave the hidden states of layers that still see it.
             slides = layer.kind == "sliding_attention" and not self.policy.hides_tokens and not self.whole
@@ -152,6 +154,30 @@ class KVCache(Cache):
         assert self.rotator is not None, "a policy that renumbers says so in needs_rotation"
         return self.rotator.turn(states, steps, layer)
 
+    # --- what only the device knows, asked for all layers together
+
+    def slide(self, turn: Turn, queries: int) -> None:
+        """Free what slid out of a layer's window, now that so many queries came. The first sliding layer of a step asks
+        for all of them."""
+        if turn.window is None:
+            return
+        if turn.layer not in self._slid:
+            seen = turn.store.seen
+            turns = [each.turn for each in self.ours if each.turn is not None and each.turn.window is not None]
+            counts = [each.slid(seen, queries) for each in turns]
+            told = torch.stack([c.to(counts[0].device) for c in counts]).tolist()
+            self._slid = {each.layer: row for each, row in zip(turns, told, strict=True)}
+        turn.slide(queries, self._slid.pop(turn.layer))
+
+    def settle(self) -> None:
+        """Learn how many slots became free in the last step, where policies did not say."""
+        stores = [store for store in self._stores if store.owed is not None]
+        if stores:
+            owed = [store.owed for store in stores if store.owed is not None]
+            told = torch.stack([each.to(owed[0].device) for each in owed]).tolist()
+            for store, counts in zip(stores, told, strict=True):
+                store.settle(counts)
+
     # --- accounts, on the host
 
     def account(self, layer: KVLayer) -> None:
@@ -163,6 +189,7 @@ class KVCache(Cache):
 
     def held(self) -> tuple[float, ...]:
         """Entries of each row without padding, mean of our layers."""
+        self.settle()
         layers = [layer.store.held if layer.turn is None else layer.turn.held() for layer in self.ours]
         return tuple(sum(rows) / len(layers) for rows in zip(*layers, strict=True))
 
@@ -202,19 +229,27 @@ class KVCache(Cache):
                 layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._rows_became(beam_idx)
+        self.settle()
+        order = beam_idx.tolist()  # asked once a step, not once a layer
+        for layer in self.layers:
+            if isinstance(layer, KVLayer):
+                layer.reorder(beam_idx, order)
+            else:
+                layer.reorder_cache(beam_idx)
+        self._rows_became(order)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self.settle()
         super().batch_repeat_interleave(repeats)
         if self.prompt is not None:
-            self._rows_became(torch.arange(len(self.prompt.lengths)).repeat_interleave(repeats))
+            self._rows_became(_repeated(len(self.prompt.lengths), repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self.settle()
         super().batch_select_indices(indices)
-        self._rows_became(indices)
+        self._rows_became(indices.tolist())
 
-    def _rows_became(self, order: Tensor) -> None:
+    def _rows_became(self, order: Sequence[int]) -> None:
         """What is known of the prompt follows its rows."""
         if self.prompt is None:
             return
@@ -225,6 +260,10 @@ class KVCache(Cache):
                 layer.turn.prompt = self.prompt
         if self.picture is not None:
             self.picture = self.picture.map(order)
+
+
+def _repeated(rows: int, repeats: int) -> list[int]:
+    return [row for row in range(rows) for _ in range(repeats)]
 
 
 def _stock_bytes(layer: Any) -> int:

@@ -69,6 +69,8 @@ class KVLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.store.owed is not None:
+            self.owner.settle()
         survivors, lag = self.owner.survivors, self.owner.lag(self)
         if lag is not None:
             key_states = self.owner.turned(key_states, lag, self.index)
@@ -108,7 +110,11 @@ class KVLayer(CacheLayerMixin):
             self.store.crop(abs(tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)), beam_idx.tolist())
+        self.reorder(beam_idx, beam_idx.tolist())
+
+    def reorder(self, rows: Tensor, order: Sequence[int]) -> None:
+        """Put rows in another order, given on the device and on the host."""
+        self._map(lambda t: t.index_select(0, rows.to(t.device)), order)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = len(self.store.free)

@@ -5,6 +5,7 @@ Stands between `cache` (slots), `attention` (weights) and `kvcli.policies` (deci
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -157,11 +158,18 @@ class Turn:
                 self.store.rewrite(*answer.rewrite)
             self.store.evict(answer.slots, answer.leaving)
 
-    def slide(self, queries: int) -> None:
-        """Free what slid out of the window, which no later token can see: neither after the newest token, nor, where
-        several were fed, after any of them, since drafts may be taken back."""
-        if self.window is not None:
-            self._expire(self.store.seen - self.window - (queries if queries > 1 else 0))
+    def slid(self, seen: int, queries: int) -> Tensor:
+        """For each row how many entries slide out of the window in every head once `seen` columns were fed, and at the
+        end how many at most in any head: int64 [B + 1]."""
+        counts = self._gone(seen, queries).sum(-1)
+        return torch.cat([counts.amin(-1), counts.amax()[None]])
+
+    def slide(self, queries: int, counts: Sequence[int]) -> None:
+        """Free what slid out of the window. counts: what `slid` says of it, on the host."""
+        *leaving, most = counts
+        if most:
+            chosen, slots = self._gone(self.store.seen, queries).to(torch.uint8).topk(most, -1)
+            self.store.evict(slots.masked_fill(chosen == 0, -1), leaving)
 
     @property
     def growth(self) -> int:
@@ -178,14 +186,12 @@ class Turn:
         positions = self._to_keep(self.store.located())
         return keep_where(positions >= 0, positions, self.held())
 
-    def _expire(self, end: int) -> None:
-        """Free the columns up to `end`."""
+    def _gone(self, seen: int, queries: int) -> Tensor:
+        """bool [B, P, S]: held entries that no later token can see: neither after the newest of `seen` columns, nor,
+        where several were fed, after any of them, since drafts may be taken back."""
+        assert self.window is not None
         located = self.store.located()
-        gone = (located >= 0) & (located <= end)
-        counts = gone.sum(-1)
-        if most := int(counts.max()):
-            chosen, slots = gone.to(torch.uint8).topk(most, -1)
-            self.store.evict(slots.masked_fill(chosen == 0, -1), counts.amin(-1).tolist())
+        return (located >= 0) & (located <= seen - self.window - (queries if queries > 1 else 0))
 
     @property
     def _wants_weights(self) -> bool:

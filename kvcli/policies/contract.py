@@ -96,11 +96,11 @@ class Prompt:
         from_end = self.real.flip(-1).cumsum(-1).flip(-1)
         return self.real & (from_end <= window)
 
-    def map(self, rows: torch.Tensor) -> Prompt:
-        """The prompt of the given batch rows (int64 indices), for beams and repeated sequences."""
-        lengths = tuple(self.lengths[i] for i in rows.tolist())
-        real, visual = self.real[rows.to(self.real.device)], self.visual[rows.to(self.visual.device)]
-        return Prompt(real, visual, lengths, self.max_new_tokens)
+    def map(self, order: Sequence[int]) -> Prompt:
+        """The prompt of the given batch rows, for beams and repeated sequences."""
+        rows = torch.tensor(order, device=self.real.device)
+        lengths = tuple(self.lengths[i] for i in order)
+        return Prompt(self.real[rows], self.visual[rows], lengths, self.max_new_tokens)
 
 
 @dataclass
@@ -203,12 +203,13 @@ class Evict:
     """Answer while generating: the slots that leave now.
 
     slots: int64 [B, P, n], -1 for none; no slot twice in a row. leaving: for each row the number of entries that
-    leave every one of its heads, on the host: the engine reuses that many slots without asking the device.
+    leave every one of its heads, on the host: the engine reuses that many slots without asking the device. None: only
+    the device knows; it is then asked once a step.
     into: int64 [B, P, n], the slot that takes each leaving entry in by the count-weighted mean of keys and values;
     None drops them all. rewrite: (slots int64 [B, P, m], keys [B, Hkv, m, D]), entries that stay with new keys.
     """
 
     slots: torch.Tensor
-    leaving: Sequence[int]
+    leaving: Sequence[int] | None
     into: torch.Tensor | None = None
     rewrite: tuple[torch.Tensor, torch.Tensor] | None = None

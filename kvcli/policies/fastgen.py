@@ -108,6 +108,4 @@ class FastGen(Policy):
         guarded = (age < view.state["window"][..., None]) | first(view, self.special)
         lightest, slots = score.masked_fill(~occupied | guarded, math.inf).min(-1)
         slots = slots.masked_fill(~over | lightest.isinf(), -1)
-        # Which heads keep everything is known on the device only; a cache that frees by head must ask.
-        leaving = (slots >= 0).all(-1).to(torch.int64).tolist()
-        return Evict(slots=slots[..., None], leaving=leaving) if bool((slots >= 0).any()) else None
+        return Evict(slots=slots[..., None], leaving=None)  # only the device knows which heads keep everything
