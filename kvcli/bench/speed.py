@@ -86,8 +86,12 @@ class Work:
         """The policy as it stands in the middle of the answer: it keeps what it kept of the prompt, and what came."""
         if not policy.frees_memory or policy.budget is None or not self.ahead:
             return policy
-        told = Prompt(torch.ones(1, 1), torch.zeros(1, 1), (self.context,), self.ahead)
-        kept = policy.target(self.context) + min(self.ahead, policy.growth(told))
+        kept, rule = policy.target(self.context), getattr(policy, "decode", "grow")
+        if rule == "ratio":
+            kept = int(kept / self.context * self.columns)
+        elif rule != "bounded":
+            told = Prompt(torch.ones(1, 1), torch.zeros(1, 1), (self.context,), self.ahead)
+            kept += min(self.ahead, policy.growth(told))
         return dataclasses.replace(policy, budget=min(kept, self.columns))
 
 
