@@ -43,6 +43,8 @@ class Case:
     work: Work
     decode: bool
     """Whether steps are timed; otherwise the reading of a prompt is."""
+    more: int = 1
+    """How many times as many rounds as usual: what is short is disturbed more easily."""
 
     def arms(self) -> list[Arm]:
         ours = compressed("elastic", BUDGET)
@@ -56,7 +58,7 @@ CASES = {
     for case in (
         Case("decode-16x1024", Work(16, 1024), decode=True),
         Case("decode-8x4096", Work(8, 4096), decode=True),
-        Case("prefill-1k", Work(1, 1024), decode=False),
+        Case("prefill-1k", Work(1, 1024), decode=False, more=3),
         Case("prefill-4k", Work(1, 4096), decode=False),
     )
 }

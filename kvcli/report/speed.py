@@ -81,7 +81,7 @@ def speed(title: str, section: JSON) -> Grid:
                 ]
             )
     titled = f"{title}: batch {section['batch']}, prompt {section['context']}, answer {section['new_tokens']}"
-    return Grid(titled, headings, rows, _notes(section, cut))
+    return _compact(Grid(titled, headings, rows, _notes(section, cut)))
 
 
 def memory(title: str, section: JSON) -> Grid:
@@ -101,11 +101,26 @@ def memory(title: str, section: JSON) -> Grid:
             ]
         )
     headings = ["arm", "prefill peak", "held after", "decode peak", "used", "reserved", "side", "largest batch"]
-    note = (
-        f"live tensors above the weights: prefill of {section['prefill_rows']} rows, decode of {section['batch']}; "
-        "used, reserved and side are the cache's own accounts after the prompt"
-    )
-    return Grid(f"{title}: memory", headings, rows, [note] if rows else [])
+    counted = {
+        f"prefill of {_rows(section['prefill_rows'])}": "prefill_peak",
+        f"decode of {_rows(section['batch'])}": "decode_peak",
+    }
+    parts = [text for text, key in counted.items() if any(arm["bytes"][key] is not None for arm in section["arms"])]
+    note = f"live tensors above the weights: {', '.join(parts)}"
+    if any(arm["bytes"]["used"] is not None for arm in section["arms"]):
+        note += "; used, reserved and side are the cache's own accounts after the prompt"
+    return _compact(Grid(f"{title}: memory", headings, rows, [note] if rows else []))
+
+
+def _rows(count: int) -> str:
+    return f"{count} row" if count == 1 else f"{count} rows"
+
+
+def _compact(grid: Grid) -> Grid:
+    """The same without columns in which nothing was measured."""
+    full = [place for place, _ in enumerate(grid.headings) if any(row[place] != "-" for row in grid.rows)]
+    rows = [[row[place] for place in full] for row in grid.rows]
+    return Grid(grid.title, [grid.headings[place] for place in full], rows, grid.notes)
 
 
 def peers(section: JSON) -> Grid:
@@ -213,7 +228,7 @@ def _notes(section: JSON, cut: bool) -> list[str]:
         )
     if section["columns"] != section["context"]:
         notes.append(f"steps are timed in the middle of the answer, with {section['columns']} columns seen")
-    if section["prefill_rows"] != section["batch"]:
+    if section["prefill_rows"] != section["batch"] and any(arm["prefill_seconds"] for arm in section["arms"]):
         notes.append(f"prefill is that of {section['prefill_rows']} of the {section['batch']} rows")
     for name, gain in section["gains"].items():
         parts = [gain[part] for part in ("preallocation", "packing", "compression")]
