@@ -177,14 +177,29 @@ def keep_where(kept: torch.Tensor, positions: torch.Tensor, held: Sequence[int])
 
 def recent(view: LayerView, count: int | Sequence[int]) -> torch.Tensor:
     """bool [B, P, S]: the `count` occupied slots of highest position in each row and head."""
-    counts = [count] * len(view.held) if isinstance(count, int) else count
-    return top(view.positions.double(), counts, view.occupied)
+    return _ranked(view.positions, view, count)
 
 
 def first(view: LayerView, count: int | Sequence[int]) -> torch.Tensor:
     """bool [B, P, S]: the `count` occupied slots of lowest position in each row and head (the sinks)."""
-    counts = [count] * len(view.held) if isinstance(count, int) else count
-    return top(-view.positions.double(), counts, view.occupied)
+    last = torch.iinfo(view.positions.dtype).max
+    return _ranked(last - view.positions.masked_fill(~view.occupied, last), view, count)
+
+
+def _ranked(order: torch.Tensor, view: LayerView, count: int | Sequence[int]) -> torch.Tensor:
+    """bool [B, P, S]: the `count` occupied slots of highest order, which is the same in no two of them. A policy asks
+    this at every step, and few are found much sooner than all are sorted."""
+    counts = [count] * len(view.held) if isinstance(count, int) else [*count]
+    if not any(counts):
+        return torch.zeros_like(view.occupied)
+    most = min(max(counts), order.shape[-1])
+    if min(counts) == max(counts):
+        least = order.topk(most, sorted=False).values.amin(-1, keepdim=True)
+        return (order >= least) & view.occupied
+    ranks = torch.tensor([min(n, most) for n in counts], device=order.device)[:, None, None]
+    highest = order.topk(most).values
+    least = highest.gather(-1, (ranks - 1).clamp(min=0).expand(-1, order.shape[1], 1))
+    return (order >= least) & view.occupied & (ranks > 0)
 
 
 def oldest(view: LayerView, candidates: torch.Tensor) -> torch.Tensor:
