@@ -94,6 +94,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Ctrl-C is for us: what the child is at can still be finished
             env={**os.environ, **settings},
         )
 
@@ -123,8 +124,8 @@ class Child:
         self._process.wait()
 
 
-def run(setting: Setting) -> JSON:
-    """The section of a document: every press beside its policy, at each batch."""
+def run(document: JSON, setting: Setting) -> None:
+    """Measure every press beside its policy, at each batch."""
     if setting.device.type != "cpu":
         raise StartError("--peers compares on the CPU: add --device cpu")
     python = environment(setting)
@@ -133,20 +134,29 @@ def run(setting: Setting) -> JSON:
     found = {(batch, pair): (Times(), Times()) for batch in BATCHES for pair in PAIRS}
     with Child(python, folder, number, torch.get_num_threads()) as child:
         versions = child.ask({})
-        for batch in BATCHES:
-            ids = prompts(batch)
-            for pair in PAIRS:  # one unmeasured run of each side
-                _theirs(child, pair, ids[:1], 2)
-                _ours(model, pair, ids[:1], 2)
-            for number_of_round in range(setting.rounds):
-                for pair in PAIRS:
-                    if setting.stop():
-                        return section(found, versions)
-                    setting.tell(f"{pair.press}, batch {batch}, round {number_of_round + 1} of {setting.rounds}")
-                    theirs, ours = found[batch, pair]
-                    theirs.add(*_theirs(child, pair, ids, setting.steps))
-                    ours.add(*_ours(model, pair, ids, setting.steps))
-    return section(found, versions)
+        try:
+            for batch in BATCHES:
+                _rounds(batch, found, child, model, setting)
+        finally:
+            document["sections"]["peers"] = section(found, versions)
+
+
+def _rounds(
+    batch: int, found: dict[tuple[int, Pair], tuple[Times, Times]], child: Child, model: Any, setting: Setting
+) -> None:
+    ids = prompts(batch)
+    for pair in PAIRS:  # one unmeasured run of each side
+        if not setting.stop():
+            _theirs(child, pair, ids[:1], 2)
+            _ours(model, pair, ids[:1], 2)
+    for number in range(setting.rounds):
+        for pair in PAIRS:
+            if setting.stop():
+                return
+            setting.tell(f"{pair.press}, batch {batch}, round {number + 1} of {setting.rounds}")
+            theirs, ours = found[batch, pair]
+            theirs.add(*_theirs(child, pair, ids, setting.steps))
+            ours.add(*_ours(model, pair, ids, setting.steps))
 
 
 def section(found: dict[tuple[int, Pair], tuple[Times, Times]], versions: JSON) -> JSON:

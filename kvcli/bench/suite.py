@@ -82,7 +82,8 @@ def run_targets(document: JSON, setting: Setting, names: Sequence[str]) -> None:
         bench = _bench(shape, setting)
         machine = _machine(document, shape, setting)
         for case in wanted:
-            work = dataclasses.replace(case.work, rounds=setting.rounds * case.more, steps=setting.steps)
+            rounds, steps = setting.rounds * case.more, setting.steps
+            work = dataclasses.replace(case.work, rounds=rounds, steps=steps, new_tokens=steps)
             found = [Measured(arm) for arm in case.arms()]
             both = (bench.decode, bench.bytes_of_decode) if case.decode else (bench.prefill, bench.bytes_of_prefill)
             try:

@@ -13,7 +13,7 @@ import typer
 from kvcli.cli import bench_flags as flags
 from kvcli.cli import errors, run, study
 from kvcli.cli.terminal import Interrupts, Terminal, duration
-from kvcli.errors import UsageError
+from kvcli.errors import KvcliError, UsageError
 
 if TYPE_CHECKING:
     from kvcli.bench.suite import Setting
@@ -155,25 +155,39 @@ def bench(
     with run.stdout_is_data(), Interrupts(screen) as interrupts:
         setting = _setting(settings, screen, interrupts, counts, limit, used)
         document = _document(setting)
+        failure: Exception | None = None
         try:
-            if not given:
-                from kvcli.bench import suite
-
-                suite.run_targets(document, setting, cases)
-                if peers and not interrupts.asked:
-                    from kvcli.bench import peers as beside
-
-                    document["sections"]["peers"] = beside.run(setting)
-                suite.judge(document)
-            else:
+            if given:
                 chosen = (names, shares, papers)
                 _own_work(document, setting, settings, shape, model, layers, works, chosen)
+            else:
+                _targets(document, setting, cases, peers)
         except KeyboardInterrupt:
             interrupts.asked = True
-        document["complete"] = not interrupts.asked
+        except (KvcliError, RuntimeError) as error:  # RuntimeError: out of memory, among others
+            if not document["sections"]:
+                raise
+            failure = error
+        document["complete"] = failure is None and not interrupts.asked
+        if not given:
+            from kvcli.bench.suite import judge
+
+            judge(document)
     _tell(document, settings, screen, as_json, plot, page)
+    if failure is not None:
+        raise failure
     if interrupts.asked:
         raise typer.Exit(errors.INTERRUPTED)
+
+
+def _targets(document: JSON, setting: Setting, cases: list[str], peers: bool) -> None:
+    from kvcli.bench import suite
+
+    suite.run_targets(document, setting, cases)
+    if peers and not setting.stop():
+        from kvcli.bench import peers as beside
+
+        beside.run(document, setting)
 
 
 def _own_work(

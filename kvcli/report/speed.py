@@ -176,7 +176,7 @@ def markdown(document: JSON) -> str:
         "",
     ]
     if not document.get("complete", True):
-        lines += ["**The run was interrupted: what is missing was not measured.**", ""]
+        lines += ["**The run was interrupted or failed: what is missing was not measured.**", ""]
     for grid in reversed(grids(document)):
         lines += [f"## {grid.title[0].upper()}{grid.title[1:]}", ""]
         lines += [f"| {' | '.join(grid.headings)} |", f"|{'---|' * len(grid.headings)}"]
@@ -226,7 +226,7 @@ def _notes(section: JSON, cut: bool) -> list[str]:
             f"{section['layers']} of {section['layers_of_model']} layers and no vocabulary fit here: steps are given "
             "per layer, other numbers for the layers that ran; the largest batch is that of the whole model"
         )
-    if section["columns"] != section["context"]:
+    if section["columns"] != section["context"] and any(arm["step_seconds"] for arm in section["arms"]):
         notes.append(f"steps are timed in the middle of the answer, with {section['columns']} columns seen")
     if section["prefill_rows"] != section["batch"] and any(arm["prefill_seconds"] for arm in section["arms"]):
         notes.append(f"prefill is that of {section['prefill_rows']} of the {section['batch']} rows")
