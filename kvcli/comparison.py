@@ -7,17 +7,23 @@ picture with two more keys: `fidelity` and `bytes_by_step`.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from kvcli import fidelity, records
 from kvcli.engine.recording import Trace, record
 from kvcli.engine.session import Decoding, Outcome, Prepared, Request, Session
-from kvcli.errors import PictureError
+from kvcli.engine.shared import Reading
+from kvcli.errors import PictureError, UsageError
 from kvcli.policies.base import Policy
 from kvcli.policies.full import Full
+from kvcli.reading import failure_of
 
 STEPS = 100
 """The search for the smallest budget looks at hundredths."""
@@ -62,7 +68,11 @@ def run(
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Measured]:
     """Records as they come. done: successes of an earlier run by `records.key`; they are given as they are. Ends
-    between two policies when asked."""
+    between two policies when asked.
+
+    Where a batch fails, for want of memory or otherwise, its subjects are tried one by one; one that fails alone has
+    failed with that policy, and the run goes on.
+    """
     group: list[tuple[Subject, Prepared]] = []
     warm = False
     for subject in subjects:
@@ -79,18 +89,22 @@ def run(
             refused = dataclasses.replace(subject, failure=records.Failure("PictureError", str(error)))
             yield from (Measured(_record(session, refused, policy, work), True) for policy in work.policies)
         if len(group) == work.together:
-            if not warm:
-                _warm_up(session, group[0][1])
-                warm = True
+            warm = warm or _warm_up(session, group[0][1])
             yield from _together(session, group, work, done, stop)
             group = []
     if group and not stop():
+        if not warm:
+            _warm_up(session, group[0][1])
         yield from _together(session, group, work, done, stop)
 
 
-def _warm_up(session: Session, prepared: Prepared) -> None:
-    """Run two tokens, so that what a first run costs is not laid to the full cache."""
-    session.run([prepared], Full(), Decoding(max_new_tokens=2))
+def _warm_up(session: Session, prepared: Prepared) -> bool:
+    """Run two tokens, so that what a first run costs is not laid to the full cache. True when they could be run."""
+    try:
+        session.run([prepared], Full(), Decoding(max_new_tokens=2))
+    except Exception:
+        return False  # the run itself will say what is wrong
+    return True
 
 
 def _together(
@@ -101,23 +115,52 @@ def _together(
     stop: Callable[[], bool],
 ) -> Iterator[Measured]:
     """All policies on subjects that share a batch."""
-    subjects = [subject for subject, _ in group]
-    texts = [subject.answer for subject in subjects if subject.answer is not None]
-    references = fidelity.look_up(session, [prepared for _, prepared in group], work.decoding, texts or None)
-    reading = None
-    for policy in work.policies:
+    measure = _Measure(session, group, work)
+    for number, policy in enumerate(work.policies):
         if stop():
             return
+        subjects = [subject for subject, _ in group]
         known = [done.get(records.key(_record(session, subject, policy, work))) for subject in subjects]
-        if all(known):
-            results: Sequence[fidelity.Fidelity | None] = [None] * len(subjects)
-        elif policy.name == "full" and not session.int8:
-            results = [fidelity.itself(reference) for reference in references]
-        else:
-            reading = reading or fidelity.read(session, references, work.policies)
-            results = fidelity.measure(session, references, policy, work.decoding, reading)
-        for subject, result, before in zip(subjects, results, known, strict=True):
+        found = [None] * len(subjects) if all(known) else measure(policy)
+        if isinstance(found, records.Failure):
+            if len(group) > 1:
+                rest = dataclasses.replace(work, policies=work.policies[number:], together=1)
+                for each in group:
+                    yield from _together(session, [each], rest, done, stop)
+                return
+            subjects, found = [dataclasses.replace(subjects[0], failure=found)], [None]
+        for subject, result, before in zip(subjects, found, known, strict=True):
             yield Measured(before or _record(session, subject, policy, work, result), before is None)
+
+
+class _Measure:
+    """Measures policies on one batch; what they share is made when first needed."""
+
+    def __init__(self, session: Session, group: Sequence[tuple[Subject, Prepared]], work: Comparison) -> None:
+        self.session, self.work = session, work
+        self.batch = [prepared for _, prepared in group]
+        self.texts = [subject.answer for subject, _ in group if subject.answer is not None]
+        self.reading: Reading | None = None
+
+    @cached_property
+    def references(self) -> list[fidelity.Reference]:
+        return fidelity.look_up(self.session, self.batch, self.work.decoding, self.texts or None)
+
+    def __call__(self, policy: Policy) -> Sequence[fidelity.Fidelity | None] | records.Failure:
+        """Results in the order of the batch, or why there are none."""
+        try:
+            if policy.name == "full" and not self.session.int8:
+                return [fidelity.itself(reference) for reference in self.references]
+            self.reading = self.reading or fidelity.read(self.session, self.references, self.work.policies)
+            return fidelity.measure(self.session, self.references, policy, self.work.decoding, self.reading)
+        except UsageError:
+            raise
+        except Exception as error:
+            # Only words leave this block: the traceback would hold on to the tensors that are to be freed.
+            failure = failure_of(error)
+        self.reading = None
+        gc.collect()
+        return failure
 
 
 def held_after_prompt(session: Session, prepared: Prepared, policies: Sequence[Policy]) -> list[Trace]:
@@ -130,23 +173,45 @@ def held_after_prompt(session: Session, prepared: Prepared, policies: Sequence[P
     return traces
 
 
+@dataclass(frozen=True)
+class Baseline:
+    """What the full cache wrote about many pictures, without its scores: batches, and the perplexity of it all."""
+
+    batches: tuple[tuple[fidelity.Reference, ...], ...]
+    perplexity: float
+
+
+def baseline(session: Session, subjects: Iterable[Subject], work: Comparison) -> Baseline:
+    """Answer all subjects that can be read with the full cache, `work.together` at a time."""
+    batches, nats, tokens = [], 0.0, 0
+    good = (subject for subject in subjects if subject.failure is None)
+    while group := list(itertools.islice(good, work.together)):
+        texts = [subject.answer for subject in group if subject.answer is not None]
+        prepared = [session.prepare(subject.request) for subject in group]
+        found = fidelity.look_up(session, prepared, work.decoding, texts or None)
+        for reference in found:
+            nats += fidelity.itself(reference).nll_full * len(reference.answer)
+            tokens += len(reference.answer)
+        batches.append(tuple(dataclasses.replace(reference, logits=reference.logits[:0]) for reference in found))
+    return Baseline(tuple(batches), math.exp(nats / tokens) if tokens else math.nan)
+
+
 def smallest_budget(
-    session: Session,
-    references: Sequence[fidelity.Reference],
-    make: Callable[[float], Policy],
-    tolerance: float,
+    session: Session, full: Baseline, make: Callable[[float], Policy], tolerance: float
 ) -> tuple[float, dict[float, float]]:
     """The smallest share kept whose loss stays within the tolerance, by bisection, and the loss at all budgets tried.
 
     The loss is how much perplexity grows against the full cache, as a share: 0.05 is five percent more. Bisection
     takes the loss to fall as the budget grows; where it does not, the answer is one crossing of several.
     """
-    base = fidelity.perplexity([fidelity.itself(reference) for reference in references])
-    losses, reading = {1.0: 0.0}, fidelity.read(session, references, [make(0.5)])
+    losses = {1.0: 0.0}
+    alone = len(full.batches) == 1  # more than one reading would be too much to hold
+    reading = fidelity.read(session, full.batches[0], [make(0.5)]) if alone else None
 
     def fits(share: float) -> bool:
-        scores = fidelity.score(session, references, make(share), reading)
-        losses[share] = fidelity.perplexity(scores) / base - 1
+        found = [fidelity.surprise(session, batch, make(share), reading) for batch in full.batches]
+        nats, tokens = (sum(column) for column in zip(*found, strict=True))
+        losses[share] = math.exp(nats / tokens) / full.perplexity - 1
         return losses[share] <= tolerance
 
     low, high = 0, STEPS

@@ -26,7 +26,7 @@ import torch
 from rouge_score import rouge_scorer
 from torch import Tensor
 
-from kvcli.engine.forcing import force, watched
+from kvcli.engine.forcing import OnLogits, force, watched
 from kvcli.engine.session import Decoding, Outcome, Prepared, Session
 from kvcli.engine.shared import Reading, shareable
 from kvcli.errors import UsageError
@@ -96,7 +96,7 @@ def look_up(
     session, steps = session.plain, list[Tensor]()
 
     def note(step: int, logits: Tensor) -> None:
-        steps.append(logits.cpu())
+        steps.append(logits)  # moved to the host after the run, which is timed
 
     with watched(session.model, note):
         outcomes = session.run(batch, Full(), greedy(decoding))
@@ -105,7 +105,7 @@ def look_up(
         answers = [tokenize(session, text) for text in texts]
         steps.clear()
         force(session, batch, Full(), answers, note)
-    logits = torch.stack(steps, 1)
+    logits = torch.stack([step.cpu() for step in steps], 1)
     return [
         Reference(prepared, outcome, answer, logits[row, : len(answer)].clone())
         for row, (prepared, outcome, answer) in enumerate(zip(batch, outcomes, answers, strict=True))
@@ -125,12 +125,38 @@ def score(
     session: Session, references: Sequence[Reference], policy: Policy, reading: Reading | None = None
 ) -> list[Scores]:
     """Feed the references' answers to a policy, all in one batch. reading: their prompts, where they were read."""
-    scorer, answers = Scorer(references), [r.answer for r in references]
-    if reading is not None and reading.serves(policy):
-        reading.force(policy, answers, scorer)
-    else:
-        force(session, [r.prepared for r in references], policy, answers, scorer)
+    scorer = Scorer(references)
+    _feed(session, references, policy, reading, scorer)
     return scorer.scores()
+
+
+def surprise(
+    session: Session, references: Sequence[Reference], policy: Policy, reading: Reading | None = None
+) -> tuple[float, int]:
+    """Sum of the negative log-likelihoods (nats) of the references' answers under a policy, and the tokens they have.
+
+    All in one batch. The references' scores are not needed, and may be empty.
+    """
+    answers, total = [r.answer for r in references], 0.0
+
+    def add(step: int, logits: Tensor) -> None:
+        nonlocal total
+        rows = [row for row, answer in enumerate(answers) if step < len(answer)]
+        tokens = torch.tensor([answers[row][step] for row in rows], device=logits.device)
+        total -= float(log_probabilities(logits[rows]).gather(-1, tokens[:, None]).sum())
+
+    _feed(session, references, policy, reading, add)
+    return total, sum(map(len, answers))
+
+
+def _feed(
+    session: Session, references: Sequence[Reference], policy: Policy, reading: Reading | None, on_logits: OnLogits
+) -> None:
+    answers = [r.answer for r in references]
+    if reading is not None and reading.serves(policy):
+        reading.force(policy, answers, on_logits)
+    else:
+        force(session, [r.prepared for r in references], policy, answers, on_logits)
 
 
 def measure(

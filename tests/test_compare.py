@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -21,6 +23,8 @@ from kvcli.comparison import Comparison, Subject
 from kvcli.engine.session import Decoding, Request, Session
 from kvcli.errors import UsageError
 from kvcli.policies.base import Policy
+from kvcli.policies.contract import LayerView
+from kvcli.policies.full import Full
 
 Run = Callable[..., Any]
 
@@ -105,6 +109,31 @@ def test_a_picture_that_fails_disturbs_no_other(session: Session, subjects: list
     assert found[0].keys() == found[3].keys()
 
 
+@dataclasses.dataclass(frozen=True)
+class Hungry(Full):
+    """Runs out of memory with more than one picture, and with a prompt of a certain length."""
+
+    refused: int = 0
+
+    def compress(self, view: LayerView) -> None:
+        if len(view.prompt.lengths) > 1 or view.prompt.lengths[0] == self.refused:
+            raise torch.OutOfMemoryError("out of memory")
+
+
+def test_what_fails_in_the_run_fails_alone(session: Session, subjects: list[Subject]) -> None:
+    asked = dataclasses.replace(subjects[1].request, prompt="describe this picture in many words")
+    subjects[1] = dataclasses.replace(subjects[1], request=asked)
+    hungry = Hungry(refused=session.prepare(asked).length)
+    object.__setattr__(hungry, "name", "hungry")
+    full, rest = policies.create("full"), policies.create("elastic", budget=0.5)
+    work = Comparison((full, hungry, rest), Decoding(max_new_tokens=4), together=2)
+    found = [m.record for m in comparison.run(session, subjects, work)]
+    errors = {(r["id"], r["policy"]["name"]): r["error"] and r["error"]["type"] for r in found}
+    assert len(found) == len(errors) == 6
+    assert errors.pop(("photo2.png", "hungry")) == "OutOfMemory"
+    assert not any(errors.values())
+
+
 def test_stopping_ends_between_two_policies(session: Session, subjects: list[Subject], work: Comparison) -> None:
     seen: list[Any] = []
     for each in comparison.run(session, subjects, work, stop=lambda: len(seen) >= 2):
@@ -116,18 +145,22 @@ def test_the_smallest_budget_is_the_first_within_the_tolerance(session: Session,
     references = [
         fidelity.look_up(session, [session.prepare(s.request)], Decoding(max_new_tokens=10))[0] for s in subjects
     ]
+    full = comparison.baseline(session, subjects, Comparison((), Decoding(max_new_tokens=10)))
 
     def make(share: float) -> Policy:
         return policies.create("elastic", budget=share)
 
-    share, losses = comparison.smallest_budget(session, references, make, 0.5)
+    share, losses = comparison.smallest_budget(session, full, make, 0.5)
     base = fidelity.perplexity([fidelity.itself(r) for r in references])
     scores = [s for r in references for s in fidelity.score(session, [r], make(share))]
     assert losses[share] == pytest.approx(fidelity.perplexity(scores) / base - 1)
     assert losses[share] <= 0.5
     below = round(share - 0.01, 2)
     assert losses[below] > 0.5, "one hundredth less is too little"
-    assert comparison.smallest_budget(session, references, make, math.inf)[0] == 0.01
+    assert full.perplexity == pytest.approx(base)
+    together = comparison.baseline(session, subjects, Comparison((), Decoding(max_new_tokens=10), together=2))
+    assert comparison.smallest_budget(session, together, make, 0.5)[1] == pytest.approx(losses), "in one batch"
+    assert comparison.smallest_budget(session, full, make, math.inf)[0] == 0.01
     assert len(losses) <= 8
 
 

@@ -97,7 +97,7 @@ def compare(
             ]
         work = _work(found, settings)
         entries: list[JSON] = []
-        asked = _measure(session, pictures, work, known, entries, write, screen, settings, alone=len(jobs) == 1)
+        asked = _measure(session, pictures, work, known, entries, write, screen, settings, named=len(jobs))
         if page is not None:
             with run.stdout_is_data():
                 _write_page(page, session, pictures, work, entries, settings, details, search, given is not None)
@@ -115,24 +115,19 @@ def find_budgets(
     screen: Terminal,
 ) -> Search:
     """The smallest budget of each policy within the tolerance."""
-    from kvcli import comparison, fidelity
+    from kvcli import comparison
     from kvcli.report.page import Search
 
     if tolerance < 0:
         raise UsageError(f"--auto {tolerance:g}: a tolerance is 0 or more")
-    references = []
-    for subject in pictures:
-        if subject.failure is None:
-            texts = None if subject.answer is None else [subject.answer]
-            prepared = [session.prepare(subject.request)]
-            references += fidelity.look_up(session, prepared, run.make_decoding(settings), texts)
-    if not references:
+    full = comparison.baseline(session, pictures, _work([], settings))
+    if not full.batches:
         raise UsageError("--auto needs at least one picture that can be read")
     found = {}
     for name in names:
         if name != "full":
             make = lambda share, name=name: study.make_policy(name, settings, share)  # noqa: E731
-            found[name] = comparison.smallest_budget(session, references, make, tolerance)
+            found[name] = comparison.smallest_budget(session, full, make, tolerance)
             screen.note(f"{name}: {found[name][0]:.3g} is the smallest budget with a loss of at most {tolerance:g}")
     return Search(tolerance, found)
 
@@ -165,13 +160,13 @@ def _measure(
     screen: Terminal,
     settings: Resolved,
     *,
-    alone: bool,
+    named: int,
 ) -> bool:
-    """Run everything into `entries` and the file; True when the user asked to stop."""
+    """Run everything into `entries` and the file; True when the user asked to stop. named: how many pictures."""
     from kvcli import comparison, records
 
-    tell = screen.note if alone else screen.detail
-    with Interrupts(screen) as interrupts, screen.progress(None):
+    tell, steps = (screen.note if named == 1 else screen.detail), named * len(work.policies)
+    with Interrupts(screen) as interrupts, screen.progress((lambda: steps) if named > 1 else None, unit="run"):
         measured = comparison.run(session, pictures(), work, done=known, stop=lambda: interrupts.asked)
         while True:
             with run.stdout_is_data():
@@ -185,6 +180,7 @@ def _measure(
                 sys.stdout.buffer.write(records.encode(each.record) + b"\n")
                 sys.stdout.buffer.flush()
             _tell_record(each, tell, screen)
+            screen.settled(failed=bool(each.record["error"]))
     return interrupts.asked
 
 
@@ -222,8 +218,10 @@ def _write_page(
             by_id.setdefault((entry["index"], entry["id"]), []).append(entry)
     shown: list[page.Shown] = []
     for subject in pictures():
+        if len(shown) == details:
+            break
         mine = by_id.get((subject.index, subject.id))
-        if not mine or len(shown) == details:
+        if not mine:
             continue
         prepared, looked = session.prepare(subject.request), None
         seen = look(session, prepared, fidelity.greedy(work.decoding))

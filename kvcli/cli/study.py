@@ -47,14 +47,21 @@ def open_job(job: Job, prompt: str, settings: Settings, screen: Terminal) -> Ope
     for path, picture in zip(job.paths, pictures, strict=True):
         for warning in picture.warnings:
             screen.note(f"{path}: {warning}")
-    asked = job.prompt or prompt
+    question, system = asked(job, prompt, settings)
     facts = tuple(
         ImageFacts(path, p.sha256, p.size_bytes, p.format, *p.image.size)
         for path, p in zip(job.paths, pictures, strict=True)
     )
-    key = "\n".join([*(p.sha256 for p in pictures), asked])
-    system = job.system if job.system is not None else settings.system
-    return Opened(job, Request(tuple(p.image for p in pictures), asked, system=system, key=key), facts)
+    key = "\n".join([*(p.sha256 for p in pictures), question])
+    return Opened(job, Request(tuple(p.image for p in pictures), question, system=system, key=key), facts)
+
+
+def asked(job: Job, prompt: str, settings: Settings) -> tuple[str, str | None]:
+    """Prompt and system message of a job: its own, else those of the run."""
+    return (
+        prompt if job.prompt is None else job.prompt,
+        settings.system if job.system is None else job.system,
+    )
 
 
 def only_jobs(items: Iterator[Job | Stray], screen: Terminal) -> Iterator[Job]:

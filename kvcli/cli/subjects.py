@@ -50,21 +50,21 @@ def opened(
     from kvcli.records import Failure, ImageFacts
 
     for job in jobs:
+        answer = None if given is None else _answer(given, job.id, job.paths)
         try:
             read = study.open_job(job, prompt, settings, screen)
-            answer = None if given is None else _answer(given, job.id, job.paths)
+            if given is not None and answer is None:
+                raise PictureError(f"--references has no answer for {job.id}")
             yield Subject(job.index, job.id, read.request, read.images, answer)
         except PictureError as error:
-            request = Request((), job.prompt or prompt, settings.system)
+            request = Request((), *study.asked(job, prompt, settings))
             images = tuple(ImageFacts(path) for path in job.paths)
-            yield Subject(job.index, job.id, request, images, failure=Failure("PictureError", str(error)))
+            yield Subject(job.index, job.id, request, images, answer, Failure("PictureError", str(error)))
 
 
-def _answer(given: Mapping[str, str], name: str, paths: tuple[str, ...]) -> str:
-    for candidate in (name, *paths, *(Path(path).name for path in paths)):
-        if candidate in given:
-            return given[candidate]
-    raise PictureError(f"--references has no answer for {name}")
+def _answer(given: Mapping[str, str], name: str, paths: tuple[str, ...]) -> str | None:
+    names = (name, *paths, *(Path(path).name for path in paths))
+    return next((given[candidate] for candidate in names if candidate in given), None)
 
 
 def record_file(settings: Settings, stack: contextlib.ExitStack) -> tuple[dict[bytes, JSON], Callable[[JSON], None]]:

@@ -73,6 +73,7 @@ class Terminal:
         self._bar: Any = None
         self._started = time.monotonic()
         self.total: int | None = None
+        self._unit = "picture"
         self.failed = 0
         self._settled = 0
 
@@ -104,12 +105,13 @@ class Terminal:
     # --- progress
 
     @contextlib.contextmanager
-    def progress(self, count: Callable[[], int | None] | None) -> Iterator[None]:
+    def progress(self, count: Callable[[], int | None] | None, unit: str = "picture") -> Iterator[None]:
         """Show progress while the block runs: a bar on a terminal, else a line now and then.
 
-        count: counts all pictures, run in a thread since it may take long; the time left is shown once it is known.
+        count: counts all units, run in a thread since it may take long; the time left is shown once it is known.
         """
         over = threading.Event()
+        self._unit = unit
         self._started = time.monotonic()
         if self._wants_progress and count:
             threading.Thread(target=self._learn_total, args=(count,), daemon=True).start()
@@ -132,7 +134,7 @@ class Terminal:
         ascii_only = (sys.stderr.encoding or "").lower().replace("-", "") != "utf8"
         width = int(columns) if columns.isdigit() else None
         # pictures come in batches: the rate over the whole run is steadier than that of the last few
-        return tqdm(file=sys.stderr, unit="pic", ncols=width, dynamic_ncols=width is None, leave=False,
+        return tqdm(file=sys.stderr, unit=self._unit[:3], ncols=width, dynamic_ncols=width is None, leave=False,
                     ascii=ascii_only, smoothing=0)  # fmt: skip
 
     def _learn_total(self, count: Callable[[], int | None]) -> None:
@@ -140,7 +142,7 @@ class Terminal:
             self.total = count()
 
     def settled(self, failed: bool) -> None:
-        """One more picture has come to its end."""
+        """One more unit has come to its end."""
         self._settled += 1
         self.failed += failed
         if self._bar is not None:
@@ -158,7 +160,7 @@ class Terminal:
     def _state(self) -> str:
         elapsed, settled = time.monotonic() - self._started, self._settled
         parts = [f"{settled:,}" + (f" of {self.total:,}" if self.total else "")]
-        parts += [f"{self.failed} failed", f"{settled / elapsed:.2f} pictures/s"]
+        parts += [f"{self.failed} failed", f"{settled / elapsed:.2f} {self._unit}s/s"]
         if self.total:
             parts.append(f"{duration((self.total - settled) * elapsed / settled)} left")
         return ", ".join(parts)
