@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcli.errors import UsageError
 from kvcli.names import display, restore
 
 _KEYS = ("id", "image", "images", "prompt", "system")
@@ -53,14 +52,6 @@ class Shard:
 
     number: int
     count: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Shard":
-        """`2/8` is the second of eight. Raises UsageError."""
-        number, slash, count = text.partition("/")
-        if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-            raise UsageError(f"--shard {text!r} is not i/n with i from 1 to n, such as 2/8")
-        return cls(int(number), int(count))
 
     def holds(self, job_id: str) -> bool:
         """Is the job of this id in this part?"""

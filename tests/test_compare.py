@@ -248,6 +248,7 @@ def test_the_page_is_written_and_never_over_another(run: Run, pictures: Path, tm
         (("-o", "folder/"), ".jsonl"),
         (("--references", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--report", "no/where.html"), "no folder"),
+        (("--dry-run",), "No such option"),
     ],
 )
 def test_usage_errors_take_one_line(run: Run, pictures: Path, arguments: tuple[str, ...], says: str) -> None:

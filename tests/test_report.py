@@ -149,6 +149,13 @@ def test_the_best_of_each_budget_is_marked_and_the_full_cache_never() -> None:
     assert not full.best | alone.best, "no rival, no mark"
 
 
+def test_who_holds_more_than_its_rivals_is_not_the_best_and_that_is_said() -> None:
+    entries = [entry("h2o", 0.2, kl=0.3), entry("hae", 0.2, kl=0.1, held=1600), entry("streaming", 0.2, kl=0.2)]
+    rows = summary.rows(entries)
+    assert ["kl" in row.best for row in rows] == [False, False, True]
+    assert any("hae 0.2" in remark for remark in side_by_side.remarks(rows))
+
+
 def test_slower_than_the_full_cache_is_said() -> None:
     entries = [entry("full", 1.0, decode=2.0), entry("h2o", 0.2, decode=4.0), entry("streaming", 0.2, decode=1.0)]
     rows = summary.rows(entries)

@@ -53,6 +53,15 @@ def one(session: Session, request: Request, policy: str, decoding: Decoding = SH
     return session.run([session.prepare(request)], policies.create(policy, **options), decoding)[0]
 
 
+@pytest.mark.parametrize("policy", ["h2o", "streaming", "hae", "scissorhands"])
+def test_nothing_leaves_while_a_count_has_room(session: Session, requests: list[Request], policy: str) -> None:
+    prepared = session.prepare(requests[1])
+    room = one(session, requests[1], policy, budget=prepared.length + 30)
+    assert room.kept == room.seen > prepared.length
+    tight = one(session, requests[1], policy, budget=prepared.length + 2, **{"hae": {"bin": 4}}.get(policy, {}))
+    assert tight.kept < tight.seen
+
+
 @pytest.mark.parametrize("policy", ["full", "elastic"])
 def test_whole_budget_gives_stock_tokens(session: Session, requests: list[Request], policy: str) -> None:
     for request in requests:

@@ -62,7 +62,7 @@ def test_a_profile_named_in_a_file_is_used_unless_a_flag_names_another(tmp_path:
         ("ordered: perhaps", "ordered must be true or false"),
         ("prompt: 5", "prompt must be text"),
         ("dtype: int8", "dtype must be one of auto, float32"),
-        ("shard: 0/4", "shard must be i/n"),
+        *((f"shard: {text}", "shard must be i/n") for text in ("0/4", "5/4", "1", "1/", "a/b", "1/0", "-1/4", "1/4/4")),
         ("- a list", "must hold lines of `name: value`"),
         ("prompt: [1", "no valid YAML"),
         ("x: !!python/object/apply:os.getcwd []", "no valid YAML"),

@@ -34,7 +34,7 @@ def _option(*names: str, metavar: str | None = None, help: str, shown: str | Non
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=PANEL, show_default=shown or False)
 
 
-@picture_command
+@picture_command("dry_run", "sidecar", "ordered", "fail_fast", "max_errors", "top_p", "seed")
 def compare(
     inputs: list[str],
     settings: Resolved,

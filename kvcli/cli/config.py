@@ -12,7 +12,7 @@ from kvcli.cli.options import FIELDS, flag_name, picture_command
 from kvcli.cli.settings import HERE, Resolved, profiles, summary, user_file
 
 
-@picture_command
+@picture_command()
 def config(
     inputs: list[str],
     settings: Resolved,

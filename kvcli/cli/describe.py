@@ -13,6 +13,7 @@ from kvcli.cli import errors, run
 from kvcli.cli.options import picture_command
 from kvcli.cli.settings import Resolved
 from kvcli.cli.terminal import Interrupts, Terminal, count_of, duration
+from kvcli.report import units
 from kvcli.report.units import size
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from kvcli.records import JSON
 
 
-@picture_command
+@picture_command()
 def describe(inputs: list[str], settings: Resolved) -> int:
     """Describe pictures, keeping only a part of the KV cache.
 
@@ -208,12 +209,15 @@ def facts(entry: JSON) -> str:
     prompt, generated, kept = tokens["prompt"], tokens["generated"], entry["kept_after_prefill"]
     saved = max(0, cache["full"] - cache["held"])  # a batch also holds the padding of its shorter rows
     share = saved / cache["full"] if cache["full"] else 0.0
-    rate = f" ({generated / seconds['decode']:.1f} tokens/s)" if seconds["decode"] else ""
+    # the times are those of the batch, and a batch has no speed that is one picture's
+    speed = units.speed(generated, seconds["decode"]) if entry["batch_size"] == 1 else None
+    rate = "" if speed is None else f" ({speed:.1f} tokens/s)"
+    batch = "" if entry["batch_size"] == 1 else f", {entry['batch_size']} pictures at a time"
     return (
         f"kept {kept} of {prompt} prompt tokens ({kept / max(1, prompt):.2f}), "
         f"{entry['kept']} of {entry['seen']} at the end; "
         f"cache {size(cache['held'])}, {size(saved)} saved ({share:.0%}); "
-        f"prefill {duration(seconds['prefill'])}, {generated} tokens in {duration(seconds['decode'])}{rate}"
+        f"prefill {duration(seconds['prefill'])}, {generated} tokens in {duration(seconds['decode'])}{rate}{batch}"
     )
 
 

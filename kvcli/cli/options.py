@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
 import typer
@@ -70,12 +70,7 @@ class Settings:
         "builtin", kinds.TEXT, MODEL, "A folder, a hub id (with @revision if wanted), or the built-in model."
     )
     device: str = setting("auto", kinds.TEXT, MODEL, "auto, cpu, cuda, cuda:1 or mps.")
-    dtype: str = setting(
-        "auto",
-        kinds.choice("auto", "float32", "bfloat16", "float16", "float64"),
-        MODEL,
-        "Type of the weights.",
-    )
+    dtype: str = setting("auto", kinds.DTYPE, MODEL, "Type of the weights.")
     kv_dtype: str = setting(
         "auto",
         kinds.choice("auto", "int8"),
@@ -155,13 +150,17 @@ def flag_name(field: str) -> str:
     return field.replace("_", "-")
 
 
-def picture_command(function: Callable[..., int | None]) -> Callable[..., None]:
+def picture_command(*without: str) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
     """Make a typer command of `function(inputs, settings, ...)`.
 
-    The command gets the argument PICTURE... and a flag for every field of `Settings`; further parameters of
-    `function` (keyword-only, `Annotated` with their `typer.Option`) become flags of that command alone. The value
-    that `function` returns is the exit code.
+    The command gets the argument PICTURE... and a flag for every field of `Settings` but those in `without`, which
+    mean nothing to it; further parameters of `function` (keyword-only, `Annotated` with their `typer.Option`) become
+    flags of that command alone. The value that `function` returns is the exit code.
     """
+    return functools.partial(_picture_command, without)
+
+
+def _picture_command(without: Collection[str], function: Callable[..., int | None]) -> Callable[..., None]:
     own = list(inspect.signature(function, eval_str=True).parameters.values())[2:]
 
     @functools.wraps(function)
@@ -187,7 +186,7 @@ def picture_command(function: Callable[..., int | None]) -> Callable[..., None]:
             ),
         ],
     )
-    parameters = [pictures, *own, *_parameters()]
+    parameters = [pictures, *own, *_parameters(without)]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     del command.__wrapped__  # or typer would read the signature of `function`
@@ -210,11 +209,13 @@ COMPLETIONS = {"policy": _policies_like}
 """What the shell offers for a flag's value."""
 
 
-def _parameters() -> list[inspect.Parameter]:
+def _parameters(without: Collection[str]) -> list[inspect.Parameter]:
     result = []
     for field, flag in FIELDS.items():
         if field == "batch_size":
             result.append(_profile())
+        if field in without:
+            continue
         if flag.kind.form == "switch":
             result += _switch(field, flag)
         else:

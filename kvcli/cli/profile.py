@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PANEL = "Profile"
 
 
-@picture_command
+@picture_command("dry_run", "sidecar", "ordered", "fail_fast", "max_errors", "jsonl", "resume", "top_p", "seed")
 def profile(
     inputs: list[str],
     settings: Resolved,

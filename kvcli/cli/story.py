@@ -16,6 +16,7 @@ from kvcli.cli.options import picture_command
 from kvcli.cli.settings import Resolved
 from kvcli.cli.terminal import Interrupts, Terminal, clean
 from kvcli.errors import PictureError, UsageError
+from kvcli.report import units
 from kvcli.report.units import size
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ TIRED = 12
 """Turns that the story of one picture may take at most, for a model that stops early."""
 
 
-@picture_command
+@picture_command("dry_run", "sidecar", "ordered", "fail_fast", "max_errors", "jsonl", "resume", "batch_size")
 def story(
     inputs: list[str],
     settings: Resolved,
@@ -236,10 +237,11 @@ def _close(teller: Teller, screen: Terminal) -> None:
     last = teller.turns[-1].outcome
     generated = sum(told.outcome.generated_tokens for told in teller.turns)
     seconds = sum(told.outcome.decode_seconds for told in teller.turns)
+    speed = units.speed(generated - len(teller.turns) + 1, seconds) or 0.0  # each turn's first token is of its prompt
     highest = max(step.bytes_used for _, _, step in teller.steps)
     screen.note(
         f"{len(teller.text().split())} words, {generated} tokens in {len(teller.turns)} turns"
-        f" ({generated / max(seconds, 1e-9):.1f} tokens/s); kept {last.kept} of {last.seen} entries at the end; "
+        f" ({speed:.1f} tokens/s); kept {last.kept} of {last.seen} entries at the end; "
         f"cache at most {size(highest)} between steps, {size(last.bytes_full)} had nothing left it"
     )
 

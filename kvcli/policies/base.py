@@ -114,6 +114,10 @@ class Policy:
             return min(budget, seen)
         return min(seen, max(self.smallest, math.floor(budget * seen + 0.5)))
 
+    def bound(self, kept: int) -> int:
+        """Entries that a row which kept so many of its prompt may come to hold: as many, or a count that is larger."""
+        return max(kept, self.budget) if isinstance(self.budget, int) else kept
+
     def resolved(self) -> dict[str, Any]:
         """Every option and its value."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

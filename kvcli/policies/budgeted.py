@@ -29,7 +29,8 @@ class Budgeted(Policy):
         if not self.acts_in_decode:
             return prompt.max_new_tokens
         if self.decode == "bounded":
-            return 1
+            room = max(self.bound(kept) - kept for kept in map(self.target, prompt.lengths))
+            return min(prompt.max_new_tokens, room + 1)
         return math.ceil(max(self.shares(prompt)) * prompt.max_new_tokens) + 2
 
     def over(self, view: LayerView) -> list[bool]:
@@ -39,7 +40,7 @@ class Budgeted(Policy):
     def limits(self, view: LayerView) -> list[float]:
         """Entries that each row may hold now."""
         if self.decode == "bounded":
-            return [float(self.target(n)) for n in view.prompt.lengths]
+            return [float(self.bound(self.target(n))) for n in view.prompt.lengths]
         return [share * seen for share, seen in zip(self.shares(view.prompt), view.seen, strict=True)]
 
     def shares(self, prompt: Prompt) -> list[float]:

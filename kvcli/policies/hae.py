@@ -15,8 +15,8 @@ Departures and readings, with reasons:
 - Heads are averaged before both scores, and the text that counts is what follows the picture, since text before it
   can't see it (both unsaid; as in the code of MustDrop, whose filter is the same). `queries = "text"` counts all.
 - With a budget the two scores, each over its threshold, are ranked by the larger one: the order in which tokens would
-  leave if both thresholds rose together. So it can be compared at equal bytes. Where text alone exceeds the budget,
-  text of low score leaves too.
+  leave if both thresholds rose together. So it can be compared at equal bytes after the prompt; while generating the
+  bin comes on top. Where text alone exceeds the budget, text of low score leaves too.
 - `marks`: the text marks one entry a step for good ("fixed"), Eq. 4 picks the lowest when the bin is full ("lowest").
   The second spares a marked entry that regained weight, the "restoring" that the paper's figure shows; it is the
   default.
@@ -88,8 +88,10 @@ class HAE(Policy):
         return self.decode == "bounded" and self.budget != 1.0
 
     def growth(self, prompt: Prompt) -> int:
-        free = not self.acts_in_decode or self.limit is not None
-        return prompt.max_new_tokens if free else min(prompt.max_new_tokens, self.bin)
+        if not self.acts_in_decode or self.limit is not None:
+            return prompt.max_new_tokens
+        room = max(self.bound(kept) - kept for kept in map(self.target, prompt.lengths))
+        return min(prompt.max_new_tokens, room + self.bin)
 
     # --- after the prompt
 
@@ -152,7 +154,7 @@ class HAE(Policy):
     # --- while generating
 
     def evict(self, view: LayerView) -> Evict | None:
-        start = [n if self.limit is None else max(n, self.limit) for n in view.kept]
+        start = [self.bound(n) if self.limit is None else max(n, self.limit) for n in view.kept]
         excess = [held - n for held, n in zip(view.held, start, strict=True)]
         # In a sliding window marked entries go by themselves, so there the lowest leave.
         fixed = self.marks == "fixed" and view.window is None

@@ -55,7 +55,10 @@ class Scissorhands(Policy):
         return self.decode == "bounded" and self.budget != 1.0
 
     def growth(self, prompt: Prompt) -> int:
-        return min(prompt.max_new_tokens, self.drop) if self.acts_in_decode else prompt.max_new_tokens
+        if not self.acts_in_decode:
+            return prompt.max_new_tokens
+        room = max(self.bound(kept) - kept for kept in map(self.target, prompt.lengths))
+        return min(prompt.max_new_tokens, room + self.drop)
 
     def compress(self, view: LayerView) -> Keep:
         targets = self.targets(view)
@@ -78,7 +81,7 @@ class Scissorhands(Policy):
         below = (weights < 1 / occupied.sum(-1, keepdim=True).clamp(min=1)) & occupied
         index = view.positions.clamp(min=0).expand_as(weights)
         view.state["counter"] = view.state["counter"].scatter_add(-1, index, below.to(torch.int32))
-        full = [held >= n + self.drop for held, n in zip(view.held, view.kept, strict=True)]
+        full = [held >= self.bound(n) + self.drop for held, n in zip(view.held, view.kept, strict=True)]
         if not any(full):
             return None
         latest = recent(view, self._recent(view.kept))

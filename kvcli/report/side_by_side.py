@@ -78,6 +78,9 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     slower = [row.label for row in rows if row.slower]
     if slower:
         found.append(f"slower than the full cache here: {', '.join(slower)}")
+    heavier = [row.label for row in rows if row.heavier]
+    if heavier:
+        found.append(f"held more than others of the same budget, so never marked as the best: {', '.join(heavier)}")
     return found
 
 

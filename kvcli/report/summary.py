@@ -6,6 +6,7 @@ Knows the record schema, nothing of how it is shown.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import math
 import statistics
@@ -16,6 +17,8 @@ from typing import Any, Literal
 from kvcli.report import units
 
 JSON = dict[str, Any]
+LIKE = 1.25
+"""Policies are rivals when they hold like bytes: at most so many times those of the leanest."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,7 @@ class Measure:
 
 
 def _speed(entry: JSON) -> float | None:
-    seconds, tokens = entry["seconds"]["decode"], entry["tokens"]["generated"]
-    return (tokens - 1) / seconds if seconds and tokens > 1 else None
+    return units.speed(entry["tokens"]["generated"], entry["seconds"]["decode"])
 
 
 def _until_divergence(entry: JSON) -> float | None:
@@ -62,7 +64,8 @@ MEASURES = (
 class Row:
     """One policy with one budget over all pictures. means, spreads (standard deviation; 0 for one picture): by measure;
     perplexity is over all tokens of all pictures. best: measures in which it leads among policies of its budget.
-    slower: its tokens/s are below the full cache's."""
+    slower: its tokens/s are below the full cache's. heavier: it held more than `LIKE` times the bytes of the leanest
+    policy of its budget, so that it can't lead."""
 
     policy: JSON
     label: str
@@ -72,6 +75,7 @@ class Row:
     spreads: Mapping[str, float]
     best: frozenset[str] = frozenset()
     slower: bool = False
+    heavier: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -111,10 +115,13 @@ def _marked(found: Sequence[Row]) -> list[Row]:
     result = []
     for row in found:
         rivals = [r for r in found if not r.is_full and r.policy["budget"] == row.policy["budget"]]
+        most = LIKE * min((r.means["bytes_held"] for r in rivals), default=math.inf)
+        heavier = not row.is_full and row.means["bytes_held"] > most
+        rivals = [] if heavier else [r for r in rivals if r.means["bytes_held"] <= most]
         best = frozenset(m.name for m in MEASURES if len(rivals) > 1 and not row.is_full and _leads(row, rivals, m))
         speeds = [r.means.get("tokens_per_second") for r in (row, full or row)]
         slower = None not in speeds and speeds[0] < speeds[1]  # type: ignore[operator]
-        result.append(Row(row.policy, row.label, row.sees_question, row.pictures, row.means, row.spreads, best, slower))
+        result.append(dataclasses.replace(row, best=best, slower=slower, heavier=heavier))
     return result
 
 

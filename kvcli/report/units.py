@@ -14,6 +14,11 @@ def size(count: float) -> str:
     raise AssertionError
 
 
+def speed(tokens: int, seconds: float) -> float | None:
+    """Generated tokens per second of decode; the first token came with the prompt. None where there was no other."""
+    return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else None
+
+
 def plain(value: float | int | None, digits: int = 2) -> str:
     """A number of moderate length: 0.25, 1,234, 3.1e+06; a dash for none."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
