@@ -308,6 +308,14 @@ def test_the_command_measures_and_writes(run: Callable[..., Result], tmp_path: P
     assert {line[:6] for line in found.stderr.splitlines()} == {"kvcli:"}
 
 
+def test_a_real_model_is_measured_too(run: Callable[..., Result], tiny_checkpoint: Path) -> None:
+    found = run("--model", tiny_checkpoint, "--device", "cpu", "--batch", 2, "--context", 24, "--quick", "-q",
+                "--policies", "streaming")  # fmt: skip
+    assert found.exit_code == 0, found.output
+    assert "streaming 0.2" in found.stdout
+    assert found.stderr == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -336,6 +344,7 @@ def test_what_makes_no_sense_is_refused(run: Callable[..., Result], arguments: l
 
 def test_flags_and_cases_agree() -> None:
     assert tuple(targets.CASES) == bench_flags.CASES
+    assert ", ".join(SHAPES) == bench_flags.SHAPES
     assert {target.case for target in targets.TARGETS} == {*targets.CASES, targets.PEERS}
     for case in targets.CASES.values():
         assert targets.OURS in [arm.name for arm in case.arms()]

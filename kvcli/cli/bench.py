@@ -40,7 +40,9 @@ def bench(
     ] = False,
     shape: Annotated[
         str | None,
-        _option(WORK, "--shape", metavar="NAME", help="Random weights of a known shape.", shown="smollm2-135m"),
+        _option(
+            WORK, "--shape", metavar="NAME", help=f"Random weights of a shape: {flags.SHAPES}.", shown="smollm2-135m"
+        ),
     ] = None,
     model: Annotated[str | None, _option(WORK, "--model", metavar="ID|DIR", help="A real model instead.")] = None,
     layers: Annotated[

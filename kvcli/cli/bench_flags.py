@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvcli.cli.settings import Resolved
 
 CASES = ("decode-16x1024", "decode-8x4096", "prefill-1k", "prefill-4k")
+SHAPES = "smollm2-135m, smollm2-1.7b, qwen2.5-vl-3b, qwen2.5-vl-7b, llava-1.5-7b, llava-1.5-13b, pixtral-12b"
 BATCH, CONTEXT, NEW_TOKENS, POLICIES, BUDGETS = "1,8", "1024", "32", "elastic,snapkv", "0.2"
 
 
