@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvcli.inputs import Job, Stray
-from kvcli.reading import OUT_OF_MEMORY, Ahead, Reader, Ready, Work, failure_of, record_of
+from kvcli.ahead import Ahead
+from kvcli.jobs import Job, Stray
+from kvcli.reading import OUT_OF_MEMORY, Reader, Ready, Work, failure_of, record_of
 from kvcli.records import JSON, Failure
 
 if TYPE_CHECKING:
@@ -86,10 +87,11 @@ def run(
 
     reader = Reader(session, work, done, admit)
     runner = _Runner(session, work, over, on_text)
-    waiting: dict[int, Ready] = {}
-    with contextlib.closing(Ahead(jobs, reader, work.workers, runner.window)) as ahead:
-        while waiting or not ahead.empty:
-            for event in _round(ahead, runner, waiting, work):
+    depth = (WINDOW + 1) * runner.most
+    with contextlib.closing(Ahead(jobs, reader, work.workers, depth, work.ahead)) as ahead:
+        window = _Window(ahead, runner, work)
+        while window.waiting or not ahead.empty:
+            for event in window.round():
                 failures += isinstance(event, Settled) and event.failed
                 yield event
             if over():
@@ -118,21 +120,54 @@ def is_done(session: Session, job: Job, work: Work, done: Collection[bytes]) -> 
     return Reader(session, work, done, None)(job, 0).done
 
 
-def _round(ahead: Ahead, runner: _Runner, waiting: dict[int, Ready], work: Work) -> Iterator[Event]:
-    """Take what has been read, settle what needs no model, and run one batch of the rest."""
-    for item in ahead.take(runner.window - len(waiting)):
-        if isinstance(item, Stray):
-            yield item
-        elif item.prepared is None:
-            yield Settled(item.job, item.order, None if item.done else record_of(item, work))
+class _Window:
+    """The pictures that wait for the model, from which batches are picked.
+
+    The first batch runs as soon as it can be full. Each later one is picked from one batch more, up to WINDOW of
+    them, which are read while the model works. What is counted, not how fast it came, decides: a second run makes
+    the same batches, unless the stream of jobs is slow or pictures fill the memory.
+    """
+
+    def __init__(self, ahead: Ahead, runner: _Runner, work: Work) -> None:
+        self.ahead, self.runner, self.work = ahead, runner, work
+        self.waiting: dict[int, Ready] = {}
+        self.batches = 1
+
+    def round(self) -> Iterator[Event]:
+        """Take an item, and settle it if it needs no model; or run a batch if there is enough for one, or no more
+        comes for now."""
+        full = self._is_full()
+        item = None if full else self.ahead.take()
+        if item is None:
+            if self.waiting and (full or not self.ahead.reading):
+                yield from self._run()
+        elif isinstance(item, Ready) and item.prepared is not None:
+            self.waiting[item.order] = item
         else:
-            waiting[item.order] = item
-    if waiting:
-        oldest = next(iter(waiting.values()))
-        candidates = [item for item in waiting.values() if item.shape == oldest.shape]
-        for event in runner.run(_pick(candidates, runner.size(candidates))):
+            self.ahead.let_go(item)
+            if isinstance(item, Stray):
+                yield item
+            else:
+                yield Settled(item.job, item.order, None if item.done else record_of(item, self.work))
+
+    def _candidates(self) -> list[Ready]:
+        """Those that can be in a batch with the oldest."""
+        oldest = next(iter(self.waiting.values()))
+        return [item for item in self.waiting.values() if item.shape == oldest.shape]
+
+    def _is_full(self) -> bool:
+        if not self.waiting:
+            return False
+        candidates = self._candidates()
+        size = self.runner.size(candidates)
+        return len(self.waiting) >= self.batches * self.runner.most or len(candidates) > self.batches * size
+
+    def _run(self) -> Iterator[Event]:
+        candidates = self._candidates()
+        self.batches = min(self.batches + 1, WINDOW)
+        for event in self.runner.run(_pick(candidates, self.runner.size(candidates))):
             if isinstance(event, Settled):
-                del waiting[event.order]
+                self.ahead.let_go(self.waiting.pop(event.order))
             yield event
 
 
@@ -165,7 +200,6 @@ class _Runner:
         self.session, self.work, self.stop, self.on_text = session, work, stop, on_text
         self.most = work.batch_size or MOST_AT_A_TIME.get(session.device.type, OTHER_DEVICES)
         self.room = math.inf  # padded tokens of a batch that memory is known to allow
-        self.window = self.most * WINDOW
 
     def size(self, waiting: list[Ready]) -> int:
         """How many pictures the next batch may have."""

@@ -21,7 +21,7 @@ from kvcli.errors import UsageError
 from kvcli.jobs import Job, Shard, Stray
 from kvcli.names import display, restore
 
-__all__ = ["Job", "Shard", "Stray", "find"]
+__all__ = ["Job", "Shard", "Stray", "comes_piped", "find"]
 
 
 def find(
@@ -60,6 +60,12 @@ def find(
         raise UsageError(search.nothing(typed, from_file))
     items = search.ending(itertools.chain(ahead, found))
     return _numbered(_together(items) if together else items, shard)
+
+
+def comes_piped(arguments: Iterable[str], from_file: str | None) -> bool:
+    """Does a list or a job file come through a pipe? It can be read only once, and may be written for hours."""
+    lists = [*filter(_is_job_file, arguments), *([from_file] if from_file else [])]
+    return any(path == "-" or not os.path.isfile(path) for path in lists)
 
 
 def _check(typed: list[str], from_file: str | None) -> None:

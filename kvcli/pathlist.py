@@ -15,7 +15,9 @@ def read(list_file: str, null_separated: bool, stdin: BinaryIO) -> Iterator[str]
     Raises UsageError if the list can't be read.
     """
     try:
-        with nullcontext(stdin) if list_file == "-" else open(list_file, "rb") as file:
+        # Unbuffered: a thread that waits in a buffered stdin holds its lock, and Python can't end without that.
+        raw = nullcontext(getattr(stdin, "raw", stdin))
+        with raw if list_file == "-" else open(list_file, "rb", buffering=0) as file:
             for name in _split(file, b"\0" if null_separated else b"\n"):
                 if name := name if null_separated else name.removesuffix(b"\r"):
                     yield os.fsdecode(name)

@@ -1,4 +1,4 @@
-"""Pictures read ahead of the model: decoded and prepared by threads, a bounded number at a time.
+"""What becomes of one job before the model sees it: its pictures are read, decoded and prepared.
 
 Knows files, the processor and the schema of records; runs no model. Nothing that is wrong with one picture leaves
 here as an exception: it becomes that picture's `Failure`.
@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from kvcli import images, records
 from kvcli.errors import PictureError
-from kvcli.inputs import Job, Stray
+from kvcli.jobs import Job
 from kvcli.records import JSON, Answer, Failure, ImageFacts, RunFacts
 
 if TYPE_CHECKING:
@@ -26,11 +26,16 @@ if TYPE_CHECKING:
     from kvcli.policies.base import Policy
 
 OUT_OF_MEMORY = "OutOfMemory"
+SHARE_OF_HOST_MEMORY = 0.25
+"""How much of the host's free memory pictures that wait for the model may take."""
+MOST_AHEAD = 8 * 2**30
+"""And how many bytes at most: what is free is not always ours, as in a container."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done with every picture. `batch_size` None is automatic, `max_errors` None unlimited."""
+    """What is to be done with every picture. `batch_size` None is automatic, `max_errors` None unlimited; `ahead`:
+    bytes of pictures that may wait for the model."""
 
     policy: Policy
     decoding: Decoding
@@ -41,6 +46,9 @@ class Work:
     max_pixels: int = images.DEFAULT_MAX_PIXELS
     max_errors: int | None = None
     workers: int = field(default_factory=lambda: min(8, os.cpu_count() or 1))
+    ahead: int = field(
+        default_factory=lambda: min(MOST_AHEAD, int(psutil.virtual_memory().available * SHARE_OF_HOST_MEMORY))
+    )
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,14 @@ class Ready:
         return self.prepared.length
 
     @cached_property
+    def nbytes(self) -> int:
+        """What it holds in memory: the processor's tensors, and pictures that are still needed."""
+        if self.prepared is None:
+            return 0
+        pictures = (p.width * p.height * len(p.getbands()) for p in self.prepared.request.images)
+        return sum(pictures) + sum(map(_nbytes, self.prepared.inputs.values()))
+
+    @cached_property
     def shape(self) -> frozenset[tuple[Any, ...]]:
         """What the processor made, but for the length of the prompt: inputs of one shape can be joined."""
         from kvcli.engine.prompts import PER_TOKEN
@@ -69,6 +85,12 @@ class Ready:
         assert self.prepared is not None
         inputs = self.prepared.inputs.items()
         return frozenset((name, *getattr(value, "shape", ())[1:]) for name, value in inputs if name not in PER_TOKEN)
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, list | tuple):
+        return sum(map(_nbytes, value))
+    return int(getattr(value, "nbytes", 0))
 
 
 def record_of(item: Ready, work: Work, outcome: Outcome | None = None, batch_size: int = 0) -> JSON:
@@ -149,58 +171,6 @@ def _without_pixels(prepared: Prepared) -> Prepared:
     if all(hasattr(value, "shape") for value in prepared.inputs.values()):
         return replace(prepared, request=replace(prepared.request, images=()))
     return prepared
-
-
-class Ahead:
-    """Takes jobs from their stream and has a bounded number of them read by threads, ahead of the model."""
-
-    def __init__(self, jobs: Iterable[Job | Stray], reader: Reader, workers: int, depth: int) -> None:
-        self._jobs, self._reader, self._depth = iter(jobs), reader, depth + workers
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvcli-read")
-        self._queue: deque[Future[Ready] | Stray] = deque()
-        self._taken = 0
-        self._error: Exception | None = None
-        self._ended = False
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is left to take."""
-        self._fill()
-        return not self._queue
-
-    def take(self, count: int) -> list[Ready | Stray]:
-        """Up to `count` items in the order of the jobs; fewer only at the end."""
-        result: list[Ready | Stray] = []
-        while len(result) < count and not self.empty:
-            item = self._queue.popleft()
-            result.append(item if isinstance(item, Stray) else item.result())
-        self._fill()
-        return result
-
-    def raise_error(self) -> None:
-        """Raise what ended the stream of jobs, if that was an error."""
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        """Forget what has not been read yet."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _fill(self) -> None:
-        while not self._ended and len(self._queue) < self._depth:
-            try:
-                item = next(self._jobs)
-            except StopIteration:
-                self._ended = True
-            except Exception as error:
-                self._error, self._ended = error, True
-            else:
-                self._queue.append(item if isinstance(item, Stray) else self._submit(item))
-
-    def _submit(self, job: Job) -> Future[Ready]:
-        future = self._pool.submit(self._reader, job, self._taken)
-        self._taken += 1
-        return future
 
 
 def failure_of(error: Exception) -> Failure:

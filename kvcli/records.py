@@ -170,7 +170,7 @@ class RecordFile:
     """A JSONL file that only grows: each record is one write, flushed and synced.
 
     An existing file is refused unless `overwrite` (emptied at the first write) or `resume` (its successes are `done`;
-    a torn last line is cut off). One process at a time may hold it. Raises `UsageError` for an existing or foreign
+    a torn last record is cut off). One process at a time may hold it. Raises `UsageError` for an existing or foreign
     file, `StartError` where it can't be written.
     """
 
@@ -229,18 +229,28 @@ class RecordFile:
             self.done.add(key(entry))
 
     def _read(self) -> None:
-        for start, line in self._lines():
+        """Learn what is done and mend the end of the file, which is not touched before all of it is known as ours."""
+        ours = strange = torn = False
+        line = b""
+        for _, line in self._lines():
             entry = parse(line)
-            if entry is None and line.endswith(b"\n"):
-                continue  # an unreadable line in the middle: not done, and not ours to delete
-            if entry is None:
-                os.ftruncate(self._file, start)
-            elif "schema" not in entry:
-                raise UsageError(f"{self.path} holds lines that are no records of kvcli: choose another file")
-            else:
+            torn = entry is None and not line.endswith(b"\n") and _begins_like_a_record(line)
+            if entry is not None and "schema" in entry:
                 self._count(entry)
-                if not line.endswith(b"\n"):
-                    os.write(self._file, b"\n")
+                ours = True
+            elif entry is not None:
+                raise self._foreign()
+            elif line.strip() and not torn:
+                strange = True  # not done, and not ours to delete
+        if strange and not ours:
+            raise self._foreign()
+        if torn:
+            os.ftruncate(self._file, os.fstat(self._file).st_size - len(line))
+        elif line and not line.endswith(b"\n"):
+            os.write(self._file, b"\n")
+
+    def _foreign(self) -> UsageError:
+        return UsageError(f"{self.path} holds lines that are no records of kvcli: choose another file")
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         with open(self.path, "rb") as lines:
@@ -267,9 +277,14 @@ def parse(line: bytes) -> JSON | None:
     """The record on a line, or None when it is torn or no JSON object."""
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None
+
+
+def _begins_like_a_record(line: bytes) -> bool:
+    head = b'{"schema": '
+    return line.startswith(head) or head.startswith(line)
 
 
 @contextlib.contextmanager

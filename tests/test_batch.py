@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from kvcli import batch, inputs, policies, records
 from kvcli.batch import Event, Halted, Notice, Settled, Work, in_order
 from kvcli.engine.session import Decoding, Outcome, Prepared, Session
 from kvcli.jobs import Job, Stray
+from kvcli.reading import Reader
 
 
 class Limited(Session):
@@ -193,6 +197,85 @@ def test_an_endless_stream_is_read_a_bounded_way_ahead(session: Limited, picture
         next(run)
     run.close()
     assert next(taken) < 30
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_a_slow_stream_is_described_as_it_comes(session: Limited, pictures: Path, batch_size: int | None) -> None:
+    """The stream goes on only when what it gave is described: who waits for more waits in vain."""
+    described, in_time = threading.Event(), []
+
+    def stream() -> Iterator[Job]:
+        *first, last = jobs(pictures, 3)
+        yield from first
+        in_time.append(described.wait(20))
+        yield last
+
+    seen: list[Event] = []
+    for event in batch.run(session, stream(), work(session, batch_size=batch_size)):
+        seen.append(event)
+        if len(settled(seen)) == 2:
+            described.set()
+    assert in_time == [True]
+    assert len(settled(seen)) == 3
+    assert session.runs == [2, 1]
+
+
+def test_a_stop_breaks_the_wait_for_a_stream(session: Limited, pictures: Path) -> None:
+    stopped, over = threading.Event(), threading.Event()
+
+    def stream() -> Iterator[Job]:
+        yield from jobs(pictures, 1)
+        over.wait(20)
+
+    threading.Timer(1.5, stopped.set).start()
+    start = time.monotonic()
+    events = list(batch.run(session, stream(), work(session), stop=stopped.is_set))
+    seconds = time.monotonic() - start
+    over.set()
+    assert seconds < 15
+    assert events[-1] == Halted("interrupted")
+    assert len(settled(events)) == 1
+
+
+def test_how_fast_pictures_are_read_does_not_change_the_batches(session: Limited, pictures: Path) -> None:
+    def order(seed: int) -> list[int]:
+        dice = random.Random(seed)
+        events = batch.run(
+            session, jobs(pictures), work(session, batch_size=2), admit=lambda job: time.sleep(dice.uniform(0, 0.05))
+        )
+        return list(settled(events))
+
+    assert order(1) == order(2) == order(3)
+
+
+@pytest.mark.parametrize("room", [0, 3.5])
+def test_pictures_that_wait_are_bounded_in_bytes(session: Limited, pictures: Path, room: float) -> None:
+    held, most, lock = 0, 0, threading.Lock()
+
+    class Counting(Limited):
+        def prepare(self, *args: Any) -> Prepared:
+            nonlocal held, most
+            with lock:
+                held += 1
+                most = max(most, held)
+            return super().prepare(*args)
+
+        def run(self, prepared: Any, *args: Any, **options: Any) -> list[Outcome]:
+            nonlocal held
+            outcomes = Session.run(self, prepared, *args, **options)
+            with lock:
+                held -= len(prepared)
+            return outcomes
+
+    plan = work(session, batch_size=8, workers=1)
+    todo = jobs(pictures)
+    prepared = Reader(session, plan, (), None)(todo[0], 0)
+    assert prepared.nbytes > 3 * 32 * 32 * 4 - 1, "the pixels at least"
+    counting = Counting(session.loaded)
+    entries = settled(batch.run(counting, todo, replace(plan, ahead=int(room * prepared.nbytes))))
+    assert sorted(entries) == list(range(10))
+    assert {entry["error"] for entry in entries.values()} == {None}
+    assert 1 <= most <= max(2, room + 1), "one more than has been measured may be on its way"
 
 
 def test_an_automatic_batch_fits_what_is_free(

@@ -15,6 +15,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -381,6 +382,16 @@ def test_a_picture_on_stdin_gives_the_same_text(run: Callable[..., Result], pict
     assert two["path"] == "-"
 
 
+def test_no_path_of_a_list_in_a_pipe_is_lost_to_counting(run: Callable[..., Result], tmp_path: Path) -> None:
+    """More paths than a pipe holds, so that a second reader, were there one, would get some."""
+    os.mkfifo(tmp_path / "list")
+    names = [f"gone-{number:04}-{'x' * 120}.png" for number in range(2000)]
+    writer = threading.Thread(target=(tmp_path / "list").write_text, args=("\n".join(names),), daemon=True)
+    writer.start()
+    done = run("describe", "--from-file", "list", "--jsonl", "--ordered")
+    assert [entry["path"] for entry in objects(done.stdout)] == names
+
+
 # --- the real process
 
 
@@ -441,6 +452,31 @@ def test_ctrl_c_once_keeps_what_is_finished(tiny_checkpoint: Path, tmp_path: Pat
     done = objects(out.read_bytes())
     assert 0 < len(done) < 60
     assert all(entry["text"] is not None for entry in done)
+
+
+def test_a_list_is_described_as_it_comes_and_ctrl_c_ends_the_wait(
+    pictures: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    process = start(
+        "--from-file", "-", "--jsonl", "--model", tiny_checkpoint, *TINY, cwd=tmp_path, stdin=subprocess.PIPE
+    )
+    assert process.stdin
+    assert process.stdout
+    guard = threading.Timer(60, process.kill)
+    guard.start()
+    for names in (["photo1.png", "photo2.png"], ["photo3.png"]):
+        process.stdin.write("".join(f"{pictures / name}\n" for name in names).encode())
+        process.stdin.flush()
+        got = [objects(process.stdout.readline())[0] for _ in names]
+        assert sorted(entry["path"] for entry in got) == [str(pictures / name) for name in names]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    guard.cancel()
+    assert process.stderr
+    stderr = process.stderr.read()
+    assert b"3 done" in stderr
+    assert b"interrupted" in stderr
+    assert not any(word in stderr for word in (b"Traceback", b"Fatal"))
 
 
 def test_ctrl_c_twice_stops_at_once(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from forbidden import forbidden
 from PIL import Image
 
 from kvcli.errors import UsageError
-from kvcli.inputs import Job, Shard, Stray, find
+from kvcli.inputs import Job, Shard, Stray, comes_piped, find
 from kvcli.names import display, restore
 
 # Pillow warns of what is meant to be damaged here.
@@ -173,6 +173,18 @@ def test_a_list_is_read_as_it_comes(here: Path) -> None:
         assert next(found).id == "a.png"  # type: ignore[union-attr]
         writer.write(b"b.png\n")
         assert next(found).id == "b.png"  # type: ignore[union-attr]
+
+
+def test_a_list_or_job_file_that_is_a_pipe_is_known(here: Path) -> None:
+    for name in ("pipe", "pipe.jsonl"):
+        os.mkfifo(here / name)
+    for name in ("list", "list.jsonl"):
+        (here / name).touch()
+    assert comes_piped(["pipe.jsonl"], None)
+    assert comes_piped([], "pipe")
+    assert comes_piped(["list.jsonl"], "-")
+    assert not comes_piped(["list.jsonl", "pipe", "-"], "list")  # a picture from a pipe is one picture
+    assert not comes_piped(["in"], None)
 
 
 def test_a_walk_does_not_look_ahead(here: Path) -> None:

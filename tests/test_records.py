@@ -106,6 +106,34 @@ def test_a_foreign_file_is_not_resumed(tmp_path: Path) -> None:
         RecordFile(path, resume=True)
 
 
+@pytest.mark.parametrize(
+    "content", [b"precious", b"two\nlines", b'{"mine": ', b"\x00\xff\n\x00", b'words\n{"schema": 1']
+)
+def test_a_foreign_file_is_left_as_it_was(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match="no records of kvcli"):
+        RecordFile(path, resume=True)
+    assert path.read_bytes() == content
+
+
+def test_a_foreign_last_line_among_records_stays(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(encode(entry()) + b"\nmy note")
+    file = RecordFile(path, resume=True)
+    assert file.done == {key(entry())}
+    file.write(entry("b.jpg"))
+    file.close()
+    assert path.read_bytes().splitlines() == [encode(entry()), b"my note", encode(entry("b.jpg"))]
+
+
+def test_a_first_record_that_is_torn_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(encode(entry())[:30])
+    RecordFile(path, resume=True).close()
+    assert path.read_bytes() == b""
+
+
 @pytest.mark.parametrize("cut", [1, 40, -2])
 def test_a_torn_last_line_is_cut_off(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "r.jsonl"

@@ -34,11 +34,14 @@ def describe(inputs: list[str], settings: Resolved) -> int:
 
     Every switch has a --no- form, every setting a KVCLI_ variable and a line in kvcli.yaml: see `kvcli config`.
     """
+    from kvcli.inputs import comes_piped
+
     screen, clock = run.terminal(settings), run.Clock()
     prompt = run.read_prompt(inputs, settings)
     policy = run.make_policy(settings)
     jobs = run.find_jobs(inputs, settings)
-    first = list(itertools.islice(jobs, 2))
+    # what a pipe will bring is not waited for: it counts as several pictures
+    first = [] if comes_piped(inputs, settings.from_file) else list(itertools.islice(jobs, 2))
     alone = len(first) == 1
     jobs = itertools.chain(first, jobs)
     if settings.dry_run and not settings.resume:

@@ -97,10 +97,12 @@ def find_jobs(inputs: list[str], settings: Settings) -> Iterator[Job | Stray]:
 
 
 def count_jobs(inputs: list[str], settings: Settings) -> int | None:
-    """How many there will be, by walking once more; None when the list comes from a pipe."""
-    if "-" in inputs or settings.from_file == "-":
-        return None
+    """How many there will be, by walking once more; None when a pipe would have to be read twice."""
+    from kvcli import inputs as finder
     from kvcli.jobs import Job
+
+    if "-" in inputs or finder.comes_piped(inputs, settings.from_file):
+        return None
 
     return sum(isinstance(item, Job) for item in find_jobs(inputs, settings))
 
