@@ -87,7 +87,7 @@ def run(
 
     reader = Reader(session, work, done, admit)
     runner = _Runner(session, work, over, on_text)
-    depth = (WINDOW + 1) * runner.most
+    depth = (WINDOW + 1) * runner.most + work.workers
     with contextlib.closing(Ahead(jobs, reader, work.workers, depth, work.ahead)) as ahead:
         window = _Window(ahead, runner, work)
         while window.waiting or not ahead.empty:
