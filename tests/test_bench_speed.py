@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -21,8 +22,9 @@ from kvcli.bench.speed import Arm, Measured, Work
 from kvcli.cli import bench_flags
 from kvcli.cli.app import app
 from kvcli.engine.adapter import entry_bytes
+from kvcli.engine.packed import pack
 from kvcli.engine.rotary import Rotator
-from kvcli.errors import UsageError
+from kvcli.errors import StartError, UsageError
 from kvcli.report import speed as tables
 
 CPU = torch.device("cpu")
@@ -245,6 +247,43 @@ def test_a_cache_that_does_not_copy_gives_the_same_tokens(model: Any) -> None:
     assert torch.equal(*both)
 
 
+# --- packed weights
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 40])
+def test_packed_weights_compute_the_same(rows: int) -> None:
+    plain = LlamaForCausalLM(Shape("odd", 2, 40, 72, 5, 1, 8, 99, rows > 3).config()).eval()
+    ids = torch.randint(0, 99, (rows, 7), generator=torch.Generator().manual_seed(rows))
+    with torch.inference_mode():
+        expected = plain(ids).logits
+        numbers = sum(p.numel() * p.element_size() for p in plain.parameters())
+        packed = pack(plain)
+        assert not [m for m in packed.modules() if type(m) is torch.nn.Linear]
+        assert sum(p.numel() * p.element_size() for p in packed.parameters()) == numbers
+        found = packed(ids).logits
+    assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+def test_only_what_can_be_packed_is_packed() -> None:
+    with pytest.raises(StartError, match="float32"):
+        pack(torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.float64)))
+
+
+def test_what_packed_weights_gain_is_counted_apart() -> None:
+    times = {**TIMES, speed.FULL_PLAIN: [4.0, 8.0, 4.0], "full": [3.0, 6.0, 3.0]}
+    ours = {
+        **{name: speed.full() for name in (speed.FULL, speed.FULL_PLAIN)},
+        targets.OURS: speed.compressed("elastic", 0.2),
+    }
+    found = [
+        Measured(dataclasses.replace(ours.get(n, Arm(n)), name=n), step_seconds=t, kept=9.0) for n, t in times.items()
+    ]
+    gain = results.gains(next(each for each in found if each.arm.name == targets.OURS), found)
+    parts = [gain[name][0] for name in ("preallocation", "packing", "weights", "compression")]
+    assert parts == pytest.approx([2.0, 1.5, 4 / 3, 1.5])
+    assert math.prod(parts) == pytest.approx(gain["over_default"][0])
+
+
 # --- whole runs
 
 
@@ -310,9 +349,10 @@ def test_the_command_measures_and_writes(run: Callable[..., Result], tmp_path: P
 
 def test_a_real_model_is_measured_too(run: Callable[..., Result], tiny_checkpoint: Path) -> None:
     found = run("--model", tiny_checkpoint, "--device", "cpu", "--batch", 2, "--context", 24, "--quick", "-q",
-                "--policies", "streaming")  # fmt: skip
+                "--policies", "streaming", "--weights", "packed")  # fmt: skip
     assert found.exit_code == 0, found.output
     assert "streaming 0.2" in found.stdout
+    assert "ours with packed weights" in found.stdout.replace("\n", "")
     assert found.stderr == ""
 
 
@@ -330,6 +370,7 @@ def test_a_real_model_is_measured_too(run: Callable[..., Result], tiny_checkpoin
         (["--budgets", "1.5"], "--budgets must be a share"),
         (["--policies", "elastik"], "elastik"),
         (["--memory", "much"], "no amount of memory"),
+        (["--weights", "int3"], "--weights must be one of plain, packed"),
         (["--repeats", "0"], "--repeats must be"),
         (["--plot", "x.jpg", "--batch", "1"], "must end in .png"),
         (["--page", "nowhere/x.md", "--batch", "1"], "its folder is not there"),

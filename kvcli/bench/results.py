@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcli.bench import limits
 from kvcli.bench.shapes import Shape
-from kvcli.bench.speed import FULL, PREALLOCATED, STOCK, Arm, Measured, Work, ratio
+from kvcli.bench.speed import FULL, FULL_PLAIN, PREALLOCATED, STOCK, Arm, Measured, Work, ratio
 
 JSON = dict[str, Any]
 SCHEMA = 1
@@ -46,7 +46,8 @@ def gains(each: Measured, found: Sequence[Measured]) -> JSON:
     """How many times faster a step of this arm is than others, and what each part of that is due to.
 
     The default is stock `generate` with its growing cache; of it, preallocation is what not copying the cache gains,
-    packing what reading it as grouped queries gains, compression what holding less gains. Their product is the whole.
+    packing what reading it as grouped queries gains, weights what another order of them in memory gains (None where it
+    is the stock one), compression what holding less gains. Their product is the whole.
     """
     by_name = {other.arm.name: other.step_seconds for other in found}
     stock = {name: by_name[name] for name in STOCK if by_name.get(name)}
@@ -57,7 +58,8 @@ def gains(each: Measured, found: Sequence[Measured]) -> JSON:
         "fastest_stock": fastest,
         "over_fastest": ratio(stock[fastest], each.step_seconds) if fastest else None,
         "preallocation": ratio(default, preallocated),
-        "packing": ratio(preallocated, full),
+        "packing": ratio(preallocated, by_name.get(FULL_PLAIN, full)),
+        "weights": ratio(by_name[FULL_PLAIN], full) if FULL_PLAIN in by_name else None,
         "compression": ratio(full, each.step_seconds),
         "prefill_over_default": ratio(_prefill(found, STOCK[0]), each.prefill_seconds),
     }
@@ -79,6 +81,7 @@ def _arm(
     result: JSON = {
         "name": each.arm.name,
         "policy": None if chosen is None else {"name": chosen.name, **_plain(chosen.resolved())},
+        "packed_weights": each.arm.packed,
         "kept": each.kept,
         "kept_of_prompt": each.kept_of_prompt,
         "step_seconds": spread(each.step_seconds),

@@ -7,6 +7,7 @@ tables and the terminal.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import statistics
@@ -19,6 +20,7 @@ import torch
 
 from kvcli.bench import memory, running, synthetic
 from kvcli.bench.shapes import Shape
+from kvcli.engine.packed import pack
 from kvcli.engine.rotary import Rotator
 from kvcli.policies import create
 from kvcli.policies.base import Policy
@@ -27,6 +29,7 @@ from kvcli.policies.contract import Columns, Keep, LayerView, Prompt, Statistic
 STOCK = ("dynamic", "static")
 PREALLOCATED = "preallocated"
 FULL = "full"
+FULL_PLAIN = "full, plain weights"
 WARM_UP = 4
 """Steps of each arm before the first round; they are not counted."""
 COUNTED = 4
@@ -54,6 +57,8 @@ class Arm:
 
     name: str
     policy: Policy | None = None
+    packed: bool = False
+    """Whether its model's linear layers are packed."""
 
     @property
     def is_stock(self) -> bool:
@@ -134,6 +139,14 @@ class Bench:
     def rotator(self) -> Rotator:
         return Rotator(self.model)
 
+    @cached_property
+    def packed(self) -> Any:
+        """The same model with packed weights."""
+        return pack(copy.deepcopy(self.model))
+
+    def model_of(self, arm: Arm) -> Any:
+        return self.packed if arm.packed else self.model
+
     # --- what is measured
 
     def decode(self, work: Work, found: Sequence[Measured]) -> None:
@@ -158,14 +171,14 @@ class Bench:
         rows, context = work.prefill_rows, work.context
         short = min(context, 64)
         for each in found:
-            running.prefill(self.model, self._empty(each.arm, 1, short, 2), 1, short)
+            running.prefill(self.model_of(each.arm), self._empty(each.arm, 1, short, 2), 1, short)
         for number in range(work.rounds):
             for each in found:
                 if self.stop():
                     return
                 self.tell(f"prefill {rows} x {context}, round {number + 1} of {work.rounds}: {each.arm.name}")
                 cache = self._empty(each.arm, rows, context, work.new_tokens)
-                each.prefill_seconds.append(running.prefill(self.model, cache, rows, context))
+                each.prefill_seconds.append(running.prefill(self.model_of(each.arm), cache, rows, context))
                 del cache
                 gc.collect()
 
@@ -181,7 +194,7 @@ class Bench:
                 return self._empty(arm, rows, context, work.new_tokens)
 
             def read(cache: Any, each: Measured = each) -> Any:
-                running.prefill(self.model, cache, rows, context)
+                running.prefill(self.model_of(each.arm), cache, rows, context)
                 if each.arm.policy is not None:
                     each.bytes_used, each.bytes_reserved = cache.bytes_used(), cache.bytes_reserved()
                     each.bytes_side = cache.bytes_side()
@@ -201,8 +214,8 @@ class Bench:
             def fill(arm: Arm = each.arm) -> Any:
                 return self._filled(work, arm, given)
 
-            def run(cache: Any) -> Any:
-                running.decode(self.model, cache, work.batch, work.columns, COUNTED)
+            def run(cache: Any, model: Any = self.model_of(each.arm)) -> Any:
+                running.decode(model, cache, work.batch, work.columns, COUNTED)
                 return cache
 
             each.decode = memory.measure(self.device, fill, run)
@@ -215,7 +228,7 @@ class Bench:
     def _steps(self, work: Work, arm: Arm, given: synthetic.Entries, steps: int) -> tuple[list[float], float]:
         """Seconds of each step, and entries of a row at the end of them."""
         cache = self._filled(work, arm, given)
-        times = running.decode(self.model, cache, work.batch, work.columns, steps)
+        times = running.decode(self.model_of(arm), cache, work.batch, work.columns, steps)
         held = work.columns + steps + 1.0 if arm.policy is None else statistics.fmean(cache.held())
         del cache
         gc.collect()
@@ -267,6 +280,16 @@ def last_rows(window: int = 32) -> Arm:
     return Arm(
         f"last {window}", Gathering(statistic=Columns("votes", queries="last", window=window, heads="group-mean"))
     )
+
+
+def with_packed_weights(arms: Sequence[Arm]) -> list[Arm]:
+    """The same arms, ours with packed weights; and ours full without, so that what they gain is known."""
+    result = []
+    for each in arms:
+        if each.name == FULL:
+            result.append(dataclasses.replace(each, name=FULL_PLAIN))
+        result.append(each if each.policy is None else dataclasses.replace(each, packed=True))
+    return result
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float, float] | None:

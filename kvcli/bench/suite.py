@@ -44,6 +44,8 @@ class Setting:
     rounds: int = 3
     steps: int = 32
     memory: int | None = None
+    packed: bool = False
+    """Whether ours runs with packed weights."""
     tell: Tell = lambda text: None
     stop: Stop = lambda: False
 
@@ -59,6 +61,7 @@ def facts(setting: Setting) -> JSON:
         "device": str(setting.device),
         "device_name": device_name(setting.device),
         "dtype": str(setting.dtype).removeprefix("torch."),
+        "weights": "packed" if setting.packed else "plain",
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "memory": total_memory(setting.device),
@@ -84,7 +87,7 @@ def run_targets(document: JSON, setting: Setting, names: Sequence[str]) -> None:
         for case in wanted:
             rounds, steps = setting.rounds * case.more, setting.steps
             work = dataclasses.replace(case.work, rounds=rounds, steps=steps, new_tokens=steps)
-            found = [Measured(arm) for arm in case.arms()]
+            found = [Measured(arm) for arm in _with_weights(case.arms(), setting)]
             both = (bench.decode, bench.bytes_of_decode) if case.decode else (bench.prefill, bench.bytes_of_prefill)
             try:
                 for measure in both:
@@ -106,7 +109,7 @@ def run_works(
     """Measure everything of each piece of work: steps, prompts, bytes."""
     machine = _machine(document, shape, setting)
     for work in works:
-        found = [Measured(arm) for arm in arms]
+        found = [Measured(arm) for arm in _with_weights(arms, setting)]
         whole = [each for each in found if each.arm.name != speed.PREALLOCATED]
         plan = (
             (bench.decode, found),
@@ -177,6 +180,10 @@ def device_name(device: torch.device) -> str:
 
 
 # --- inside
+
+
+def _with_weights(arms: Sequence[Arm], setting: Setting) -> Sequence[Arm]:
+    return speed.with_packed_weights(arms) if setting.packed else arms
 
 
 def _bench(shape: shapes.Shape, setting: Setting) -> Bench:

@@ -80,6 +80,10 @@ def bench(
     ] = None,
     device: Annotated[str | None, _option(MEASURE, "--device", metavar="TEXT", help="As for describe.")] = None,
     dtype: Annotated[str | None, _option(MEASURE, "--dtype", metavar="WORD", help="As for describe.")] = None,
+    weights: Annotated[
+        str,
+        _option(MEASURE, "--weights", metavar="WORD", help="plain, or packed: ours in oneDNN's order.", shown=True),
+    ] = "plain",
     threads: Annotated[
         str | None, _option(MEASURE, "--threads", metavar="N", help="Threads on a CPU.", shown="torch's own")
     ] = None,
@@ -152,10 +156,11 @@ def bench(
     screen = run.terminal(settings)
     counts = (1, 8) if quick else (flags.number("--repeats", repeats), flags.number("--steps", steps, 2))
     limit = None if memory is None else study.memory(memory)
+    packed = flags.weights(weights) == "packed"
     used = None if threads is None else flags.number("--threads", threads)
     flags.check_policies(names, shares, [c for _, c, _ in works])
     with run.stdout_is_data(), Interrupts(screen) as interrupts:
-        setting = _setting(settings, screen, interrupts, counts, limit, used)
+        setting = _setting(settings, screen, interrupts, counts, limit, used, packed)
         document = _document(setting)
         failure: Exception | None = None
         try:
@@ -225,6 +230,7 @@ def _setting(
     counts: tuple[int, int],
     memory: int | None,
     threads: int | None,
+    packed: bool,
 ) -> Setting:
     run.quieten(settings)
     import os
@@ -242,7 +248,7 @@ def _setting(
     device = choose_device(settings.device)
     number, reason = choose_dtype(settings.dtype, device, None)
     clock = run.Clock()
-    setting = Setting(device, number, *counts, memory, _Telling(screen, clock), lambda: interrupts.asked)
+    setting = Setting(device, number, *counts, memory, packed, _Telling(screen, clock), lambda: interrupts.asked)
     screen.note(f"{device}, {str(number).removeprefix('torch.')} ({reason}), {torch.get_num_threads()} threads")
     return setting
 

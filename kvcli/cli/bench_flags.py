@@ -45,6 +45,10 @@ def budgets(text: str | None) -> list[float | int]:
     return [_checked("--budgets", kinds.BUDGET, part) for part in study.words(text or BUDGETS)]
 
 
+def weights(text: str) -> str:
+    return str(_checked("--weights", kinds.choice("plain", "packed"), text))
+
+
 def _checked(flag: str, kind: Kind, text: str) -> Any:
     try:
         return kind.convert(text)

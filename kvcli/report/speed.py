@@ -16,6 +16,8 @@ from rich.table import Table
 from kvcli.report import units
 
 JSON = dict[str, Any]
+OWN = ("full", "full, plain weights", "preallocated")
+"""Arms that compress nothing."""
 MARKS = {"pass": "green", "falls short": "red", "not measured": "dim"}
 
 
@@ -47,7 +49,9 @@ def machine(document: JSON) -> str:
     facts = document["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     threads = f", {facts['threads']} of {facts['cores']} threads" if facts["device"] == "cpu" else ""
-    line = f"{facts['device']}: {facts['device_name']}{threads}, {facts['dtype']}; {versions}; {facts['date']}"
+    packed = ", ours with packed weights" if facts["weights"] == "packed" else ""
+    where = f"{facts['device']}: {facts['device_name']}{threads}, {facts['dtype']}{packed}"
+    line = f"{where}; {versions}; {facts['date']}"
     measured = facts.get("measured")
     if measured:
         line += (
@@ -230,12 +234,11 @@ def _notes(section: JSON, cut: bool) -> list[str]:
         notes.append(f"steps are timed in the middle of the answer, with {section['columns']} columns seen")
     if section["prefill_rows"] != section["batch"] and any(arm["prefill_seconds"] for arm in section["arms"]):
         notes.append(f"prefill is that of {section['prefill_rows']} of the {section['batch']} rows")
-    for name, gain in section["gains"].items():
-        parts = [gain[part] for part in ("preallocation", "packing", "compression")]
-        if None not in parts and name not in ("full", "preallocated"):
-            split = " x ".join(f"{part[0]:.2f}" for part in parts)
+    for label, gain in section["gains"].items():
+        parts = [part for part in ("preallocation", "packing", "weights", "compression") if gain[part]]
+        if {"preallocation", "packing", "compression"} <= {*parts} and label not in OWN:
             notes.append(
-                f"{name}: preallocation x packing x compression = {split}; the fastest stock cache is "
-                f"{gain['fastest_stock']}, and over it the gain is {gain['over_fastest'][0]:.2f}"
+                f"{label}: {' x '.join(parts)} = {' x '.join(f'{gain[part][0]:.2f}' for part in parts)}; the fastest "
+                f"stock cache is {gain['fastest_stock']}, and over it the gain is {gain['over_fastest'][0]:.2f}"
             )
     return notes
