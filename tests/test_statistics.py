@@ -19,6 +19,7 @@ from oracle import OracleCache, compressed
 from proofs import every_architecture, prove
 from torch import Tensor
 
+from kvcli.engine import attention
 from kvcli.policies.base import Policy
 from kvcli.policies.contract import Columns, Evict, Heads, Keep, LayerView, Queries, Rows, RowSummary, Statistic
 
@@ -211,6 +212,13 @@ def test_all_reducers_equal_eager_attention(name: str) -> None:
 def test_a_prompt_in_chunks_gives_the_same_statistics(name: str) -> None:
     tiny = model(name)
     prove(name, "statistics in chunks", largest_error(tiny, COLUMNS + OTHERS, prefill_chunk_size=7), LIMIT)
+
+
+@pytest.mark.parametrize("name", ["llava_gqa", "paligemma"])
+def test_a_prompt_in_blocks_of_queries_gives_the_same_statistics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention.WEIGHTS, "cpu", 1)
+    assert model(name).inputs["input_ids"].shape[1] > 2 * attention.ROWS
+    prove(name, "statistics", largest_error(model(name), COLUMNS + OTHERS), LIMIT)
 
 
 @pytest.mark.parametrize("name", ["llava_gqa", "llava_next"])

@@ -19,8 +19,10 @@ from kvcli.engine import flex
 from kvcli.engine.stored import dot, exact, mix, read
 from kvcli.policies.contract import Columns, Rows, RowSummary, Statistic
 
-QUERY_BLOCK = {"cpu": 64, "cuda": 512}
-"""Query rows per block: the weights of one block are the only part of the T x S matrix that ever exists."""
+WEIGHTS = {"cpu": 2**19, "cuda": 2**26}
+"""Attention weights that exist at a time, about: on a CPU they should stay near its caches, being read three times."""
+ROWS = 16
+"""Query rows in a block are a multiple of this."""
 
 
 @dataclass
@@ -157,14 +159,16 @@ def attend_and_gather(
     if length > 1:  # every block of queries reads them again
         keys, values = read(keys, scaled.dtype), None if values is None else read(values, scaled.dtype)
     outputs = []
-    block = QUERY_BLOCK.get(query.device.type, 64)
+    block = WEIGHTS.get(query.device.type, WEIGHTS["cuda"]) // (batch * heads * slots)
+    block = max(ROWS, block // ROWS * ROWS)
     for begin in range(start, length, block):
         end = min(begin + block, length)
         last = slots - length + end if mask is None else slots
         rows = scaled[:, :, begin:end].reshape(batch, kv_heads, group * (end - begin), -1)
         logits = dot(rows, keys[:, :, :last]).view(batch, kv_heads, group, end - begin, last)
         visible = _visible(mask, begin, end, slots - length, last, query.device)
-        logits = _masked(logits, visible, softcap, None if bias is None else bias[..., :last])
+        edge = end - begin if mask is None else last
+        _mask(logits, visible, softcap, None if bias is None else bias[..., :last], edge)
         weights = torch.softmax(logits, -1)
         if values is not None:
             product = mix(weights.view(batch, kv_heads, -1, last), values[:, :, :last])
@@ -195,17 +199,20 @@ def _visible(mask: Tensor | None, begin: int, end: int, before: int, last: int, 
     return (torch.arange(last, device=device) <= queries[:, None])[None, None, None]
 
 
-def _masked(logits: Tensor, visible: Tensor | None, softcap: float | None, bias: Tensor | None) -> Tensor:
+def _mask(logits: Tensor, visible: Tensor | None, softcap: float | None, bias: Tensor | None, edge: int) -> None:
+    """Cap, bias and mask logits in place: at 4k tokens a copy of them costs as much as half of the products. edge: how
+    many of the last columns the mask can hide anything of."""
     if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
+        logits.div_(softcap).tanh_().mul_(softcap)
     if bias is not None:
-        logits = logits + bias[:, :, None, None].to(logits.dtype)
+        logits += bias[:, :, None, None].to(logits.dtype)
     if visible is None:
-        return logits
+        return
     if visible.dtype == torch.bool:
         # the lowest number, not -inf: a padding row that may see nothing stays finite, as in stock attention
-        return logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
-    return logits + visible
+        logits[..., -edge:].masked_fill_(~visible[..., -edge:], torch.finfo(logits.dtype).min)
+    else:
+        logits += visible
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
