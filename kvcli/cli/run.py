@@ -143,6 +143,7 @@ def load_session(settings: Settings, screen: Terminal, clock: Clock) -> Session:
             settings.model,
             device=settings.device,
             dtype=settings.dtype,
+            weights=settings.weights,
             kv_dtype=settings.kv_dtype,
             offline=settings.offline,
             trust_remote_code=settings.trust_remote_code,

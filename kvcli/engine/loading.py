@@ -17,6 +17,7 @@ import psutil
 import torch
 import transformers
 
+from kvcli.engine.packed import pack
 from kvcli.engine.stills import load_processor
 from kvcli.errors import StartError, UsageError
 
@@ -42,12 +43,13 @@ def load(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    weights: str = "plain",
     offline: bool = False,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     progress: Callable[[str, float], None] | None = None,
 ) -> Loaded:
-    """Load a model: `builtin`, a folder, or a hub id with an optional `@revision`.
+    """Load a model: `builtin`, a folder, or a hub id with an optional `@revision`. weights: "packed" to `pack` them.
 
     Raises `StartError` when it can't be had or does not fit, `UsageError` for an unknown device or type.
     """
@@ -76,6 +78,9 @@ def load(
             )
             .eval()
         )
+    if weights == "packed":
+        pack(model)
+        reason += ", packed"
     revision = getattr(config, "_commit_hash", None) or _fingerprint(where)
     return Loaded(name, revision, model, processor, chosen, number, reason)
 
