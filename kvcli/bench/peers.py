@@ -28,6 +28,7 @@ from kvcli.bench.results import JSON
 from kvcli.bench.speed import ratio
 from kvcli.bench.suite import Setting
 from kvcli.builtin import build, parts
+from kvcli.engine.packed import pack
 from kvcli.engine.rotary import Rotator
 from kvcli.errors import StartError
 from kvcli.policies import create
@@ -130,6 +131,8 @@ def run(document: JSON, setting: Setting) -> None:
         raise StartError("--peers compares on the CPU: add --device cpu")
     python = environment(setting)
     folder, model = weights(setting)
+    if setting.packed:
+        pack(model)
     number = str(setting.dtype).removeprefix("torch.")
     found = {(batch, pair): (Times(), Times()) for batch in BATCHES for pair in PAIRS}
     with Child(python, folder, number, torch.get_num_threads()) as child:
@@ -181,6 +184,7 @@ def section(found: dict[tuple[int, Pair], tuple[Times, Times]], versions: JSON) 
         "context": CONTEXT,
         "budget": BUDGET,
         "versions": versions,
+        "complete": len(presses) == len(found),
         "presses": presses,
         "ratios": ratios(presses),
     }
