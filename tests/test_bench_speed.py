@@ -298,6 +298,16 @@ def test_what_packed_weights_gain_is_counted_apart() -> None:
     assert math.prod(parts) == pytest.approx(gain["over_default"][0])
 
 
+def test_what_scores_cost_is_told_from_what_packed_weights_gain() -> None:
+    arms = {arm.name: arm for arm in speed.with_packed_weights(targets.CASES["prefill-1k"].arms())}
+    seconds = {"dynamic": 2.0, speed.STOCK_PACKED: 1.0, targets.SUMS: 1.25}
+    found = [Measured(arms[name], prefill_seconds=[value]) for name, value in seconds.items()]
+    done = {"prefill-1k": results.section(Work(1, 1024), SMALL, 4, found)}
+    row = next(row for row in targets.judged(done) if row.target.text.startswith("column sums"))
+    assert row.value == pytest.approx(25.0)
+    assert done["prefill-1k"]["gains"][targets.SUMS]["prefill_over_default"][0] == pytest.approx(1.6)
+
+
 # --- whole runs
 
 

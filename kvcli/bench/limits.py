@@ -19,9 +19,9 @@ from kvcli.bench import running, synthetic
 from kvcli.bench.shapes import Shape, build
 from kvcli.policies.full import Full
 
-COPIED = 2**28
+COPIED = 2**27
 """Bytes of the measured copy: far more than a cache of the processor holds."""
-SIDE = {"cpu": 2048, "cuda": 8192}
+SIDE = {"cpu": 1024, "cuda": 8192}
 """Side of the measured matrix product."""
 REPEATS = 5
 
@@ -81,7 +81,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def rate(dtype: torch.dtype, device: torch.device) -> float:
-    side = SIDE.get(device.type, 2048)
+    side = SIDE.get(device.type, 1024)
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / _fastest(lambda: left @ right, device)
 

@@ -28,13 +28,13 @@ def load(folder: str, dtype: str, press: str) -> Any:
     ).eval()
 
 
-def run(model: Any, press: Any, ids: torch.Tensor, steps: int, observed: bool) -> dict[str, Any]:
+def run(model: Any, press: Any, ids: torch.Tensor, steps: int) -> dict[str, Any]:
     """One prompt and `steps` greedy steps, as kvpress's own pipeline does them."""
     cache, length = DynamicCache(), ids.shape[1]
     started = time.perf_counter()
     with torch.inference_mode():
         with press(model):
-            out = model(input_ids=ids, past_key_values=cache, logits_to_keep=1, output_attentions=observed)
+            out = model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
         token = out.logits[:, -1:].argmax(-1)
         times = [time.perf_counter()]
         for step in range(steps + WARM_UP):
@@ -61,7 +61,7 @@ def main() -> None:
             if observed not in models:
                 models[observed] = load(folder, dtype, name)
             press = getattr(kvpress, name)(compression_ratio=1 - request["budget"], **request["options"])
-            answer = run(models[observed], press, torch.tensor(request["ids"]), request["steps"], observed)
+            answer = run(models[observed], press, torch.tensor(request["ids"]), request["steps"])
         print(json.dumps(answer), flush=True)
 
 

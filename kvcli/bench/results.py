@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcli.bench import limits
 from kvcli.bench.shapes import Shape
-from kvcli.bench.speed import FULL, FULL_PLAIN, PREALLOCATED, STOCK, Arm, Measured, Work, ratio
+from kvcli.bench.speed import FULL, FULL_PLAIN, PREALLOCATED, STOCK, STOCK_PACKED, Arm, Measured, Work, ratio
 
 JSON = dict[str, Any]
 SCHEMA = 1
@@ -62,6 +62,9 @@ def gains(each: Measured, found: Sequence[Measured]) -> JSON:
         "weights": ratio(by_name[FULL_PLAIN], full) if FULL_PLAIN in by_name else None,
         "compression": ratio(full, each.step_seconds),
         "prefill_over_default": ratio(_prefill(found, STOCK[0]), each.prefill_seconds),
+        "prefill_over_same_weights": ratio(
+            _prefill(found, STOCK_PACKED if each.arm.packed else STOCK[0]), each.prefill_seconds
+        ),
     }
 
 

@@ -30,6 +30,7 @@ STOCK = ("dynamic", "static")
 PREALLOCATED = "preallocated"
 FULL = "full"
 FULL_PLAIN = "full, plain weights"
+STOCK_PACKED = "dynamic, packed weights"
 WARM_UP = 4
 """Steps of each arm before the first round; they are not counted."""
 COUNTED = 4
@@ -236,7 +237,7 @@ class Bench:
 
     def _empty(self, arm: Arm, batch: int, columns: int, new_tokens: int) -> Any:
         if arm.policy is None:
-            return synthetic.stock(arm.name, self.model.config, new_tokens + 2, columns)
+            return synthetic.stock(arm.name.partition(",")[0], self.model.config, new_tokens + 2, columns)
         rotator = self.rotator if arm.policy.needs_rotation else None
         return synthetic.ours(self.model, arm.policy, batch, columns, new_tokens + 2, rotator)
 
@@ -283,9 +284,13 @@ def last_rows(window: int = 32) -> Arm:
 
 
 def with_packed_weights(arms: Sequence[Arm]) -> list[Arm]:
-    """The same arms, ours with packed weights; and ours full without, so that what they gain is known."""
+    """The same arms, ours with packed weights; ours full without and the stock cache with them, so that what they gain
+    and what is gained beside them is known."""
     result = []
     for each in arms:
+        if each.name == STOCK[0]:
+            result += [each, Arm(STOCK_PACKED, packed=True)]
+            continue
         if each.name == FULL:
             result.append(dataclasses.replace(each, name=FULL_PLAIN))
         result.append(each if each.policy is None else dataclasses.replace(each, packed=True))

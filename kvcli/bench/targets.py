@@ -140,10 +140,10 @@ def _over_limit(name: str) -> Callable[[JSON], Spread | None]:
 
 
 def _prefill_on_top(name: str) -> Callable[[JSON], Spread | None]:
-    """Percent that reading a prompt takes on top of the library's own."""
+    """Percent that reading a prompt takes on top of the library's own, with the same weights."""
 
     def read(found: JSON) -> Spread | None:
-        gain = found["gains"].get(name, {}).get("prefill_over_default")
+        gain = found["gains"].get(name, {}).get("prefill_over_same_weights")
         if gain is None:
             return None
         middle, low, high = ((1 / value - 1) * 100 for value in gain)

@@ -16,7 +16,7 @@ from rich.table import Table
 from kvcli.report import units
 
 JSON = dict[str, Any]
-OWN = ("full", "full, plain weights", "preallocated")
+OWN = ("full", "full, plain weights", "preallocated", "dynamic, packed weights")
 """Arms that compress nothing."""
 MARKS = {"pass": "green", "falls short": "red", "not measured": "dim"}
 
@@ -199,7 +199,9 @@ def spread(value: JSON | None, scale: float, digits: int = 1) -> str:
 
 def name(arm: JSON) -> str:
     """What an arm is called in tables and plots."""
-    return str(arm["name"]) if arm["policy"] or arm["name"] == "preallocated" else f"stock {arm['name']}"
+    if arm["policy"] is None and arm["name"] != "preallocated":
+        return f"stock {arm['name']}"
+    return str(arm["name"])
 
 
 def _times(value: Sequence[float] | None) -> str:
