@@ -176,6 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
     p.add_argument("--weights", type=Path, help="another weights file than the one that ships")
     p.add_argument("--named", type=Path, help="JSON: picture -> names for what it shows, relative to the file")
     p.add_argument("--penalty", type=float, help="another repetition penalty than the model's own")
+    p.add_argument("--no-repeat", type=int, help="runs of so many tokens may not come twice; 0 allows all")
     p.add_argument("--first", type=int, help="only so many held-out photos")
     p.add_argument("--only", nargs="*", default=["loss", "caption", "detail", "story", "named", "chat"])
     p.add_argument("--texts", type=Path, help="write the answers here, as JSON lines")
@@ -187,6 +188,8 @@ def main(arguments: list[str] | None = None) -> None:
     subject = load(options.weights, getattr(torch, options.dtype), options.batch)
     if options.penalty:
         subject.model.generation_config.repetition_penalty = options.penalty
+    if options.no_repeat is not None:
+        subject.model.generation_config.no_repeat_ngram_size = options.no_repeat
     captions = json.loads(options.captions.read_text())
     names = json.loads(options.split.read_text())["held_out"][: options.first]
     steps: dict[str, Callable[[], None]] = {
