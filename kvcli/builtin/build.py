@@ -30,7 +30,8 @@ from kvcli.builtin.gguf import Gguf, llama_state, tokenizer
 from kvcli.builtin.tower import Tower, TowerConfig, trunk_weights
 
 SHRINK = 2.0**-8  # the stock projector is gelu between two linear layers; so small a signal passes it almost unchanged
-REPETITION_PENALTY = 1.05
+REPETITION_PENALTY = 1.02
+NO_REPEAT = 4  # runs of so many tokens do not come twice: what keeps long stories from looping at so low a penalty
 SPARE_TOKEN = "<empty_output>"  # a special token of the language model that only code notebooks use
 
 
@@ -138,7 +139,12 @@ def assemble(language: Path | None, vision: Path | None, weights: dict[str, Tens
     for layer, scale in ((projector.linear_1, SHRINK), (projector.linear_2, 2 / SHRINK)):
         layer.load_state_dict({"weight": scale * torch.eye(width), "bias": torch.zeros(width)})
     model.generation_config = GenerationConfig(
-        do_sample=False, repetition_penalty=REPETITION_PENALTY, eos_token_id=2, pad_token_id=2, bos_token_id=1
+        do_sample=False,
+        repetition_penalty=REPETITION_PENALTY,
+        no_repeat_ngram_size=NO_REPEAT,
+        eos_token_id=2,
+        pad_token_id=2,
+        bos_token_id=1,
     )
     processor = LlavaProcessor(
         image_processor(),
