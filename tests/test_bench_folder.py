@@ -30,8 +30,8 @@ def photos(tmp_path: Path) -> list[Path]:
 
 
 def test_every_way_describes_every_picture_and_full_as_stock_does(session, photos):
-    ways = [folder.Way("stock loop", None), folder.Way("full", policies.create("full"))]
-    folder.measure(session, photos, ways, folder.PROMPT, MOST, size=3, turns=2)
+    ways = [folder.Way("stock loop", None, session), folder.Way("full", policies.create("full"), session)]
+    folder.measure(photos, ways, folder.PROMPT, MOST, size=3, turns=2)
     stock, full = ways
     assert list(stock.texts) == [str(path) for path in photos]
     assert full.texts == stock.texts

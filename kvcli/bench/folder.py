@@ -37,6 +37,7 @@ class Way:
     name: str
     policy: Policy | None
     """None: the stock loop."""
+    session: Session
     seconds: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
@@ -111,21 +112,18 @@ def make_work(session: Session, policy: Policy, prompt: str, most: int, size: in
     return batch.Work(policy, decoding, prompt, None, facts, batch_size=size)
 
 
-def measure(
-    session: Session, paths: Sequence[Path], ways: Sequence[Way], prompt: str, most: int, size: int | None, turns: int
-) -> None:
+def measure(paths: Sequence[Path], ways: Sequence[Way], prompt: str, most: int, size: int | None, turns: int) -> None:
     """Fill in the ways, which take turns; the order within a turn is drawn."""
-    stock, dice = Stock(session, prompt, most), random.Random(0)
-    works = {way.name: make_work(session, way.policy, prompt, most, size) for way in ways if way.policy is not None}
+    dice = random.Random(0)
     length = -(-len(paths) // turns)
     for start in range(0, len(paths), length):
         chunk = paths[start : start + length]
         for way in dice.sample(list(ways), len(ways)):
             clock, spent = time.perf_counter(), time.process_time()
             if way.policy is None:
-                stock.run(chunk, way)
+                Stock(way.session, prompt, most).run(chunk, way)
             else:
-                ours(session, chunk, way, works[way.name])
+                ours(way.session, chunk, way, make_work(way.session, way.policy, prompt, most, size))
             way.seconds.append(time.perf_counter() - clock)
             way.processor.append(time.process_time() - spent)
             print(f"{start + len(chunk)} of {len(paths)}: {way.name} {way.seconds[-1]:.1f} s", flush=True)
@@ -134,12 +132,12 @@ def measure(
 def table(ways: Sequence[Way], stock: Stock) -> Iterator[str]:
     """One line a way, and one for each text that a lossless way wrote differently."""
     first = ways[0]
-    yield f"{'':16}{'s':>8}{'gain':>7}{'cpu s':>8}{'gain':>7}{'tokens':>8}{'same texts':>14}"
+    yield f"{'':22}{'s':>8}{'gain':>7}{'cpu s':>8}{'gain':>7}{'tokens':>8}{'same texts':>14}"
     for way in ways:
         gain, spent = sum(first.seconds) / sum(way.seconds), sum(first.processor) / sum(way.processor)
         same = sum(way.texts[name] == text for name, text in first.texts.items())
         yield (
-            f"{way.name:16}{sum(way.seconds):8.1f}{gain:7.2f}{sum(way.processor):8.1f}{spent:7.2f}{way.tokens:8}"
+            f"{way.name:22}{sum(way.seconds):8.1f}{gain:7.2f}{sum(way.processor):8.1f}{spent:7.2f}{way.tokens:8}"
             f"{f'{same} of {len(first.texts)}':>14}"
         )
     for way in ways[1:]:
@@ -158,6 +156,7 @@ def main(
     batch_size: Annotated[int | None, typer.Option(help="pictures at a time; automatic when left out")] = None,
     budget: Annotated[float, typer.Option(help="of the compressed way")] = 0.2,
     prompt: Annotated[str, typer.Option(help="the question")] = PROMPT,
+    packed: Annotated[bool, typer.Option(help="ours with packed weights (float32 on a CPU)")] = False,
     texts: Annotated[Path | None, typer.Option(help="write all texts here, as JSON")] = None,
 ) -> None:
     """Time a folder of pictures: a stock loop, kvcli with the full cache, kvcli with Elastic Cache."""
@@ -165,15 +164,16 @@ def main(
         Path(os.fsdecode(job.paths[0])) for job in inputs.find([str(p) for p in pictures]) if hasattr(job, "paths")
     ]
     session = Session.load(model)
+    own = Session.load(model, weights="packed") if packed else session
     ways = [
-        Way("stock loop", None),
-        Way("full", policies.create("full")),
-        Way(f"elastic {budget:g}", policies.create("elastic", budget=budget)),
+        Way("stock loop", None, session),
+        Way("full", policies.create("full"), own),
+        Way(f"elastic {budget:g}", policies.create("elastic", budget=budget), own),
     ]
     print(f"{session.facts}; {min(count, len(found))} pictures, at most {max_new_tokens} new tokens", flush=True)
-    warm = Way("warm-up", None)
-    Stock(session, prompt, 4).run(found[:1], warm)
-    measure(session, found[:count], ways, prompt, max_new_tokens, batch_size, turns)
+    for way in ways:
+        Stock(way.session, prompt, 4).run(found[:1], Way("warm-up", None, session))
+    measure(found[:count], ways, prompt, max_new_tokens, batch_size, turns)
     for line in table(ways, Stock(session, prompt, max_new_tokens)):
         print(line)
     if texts is not None:
