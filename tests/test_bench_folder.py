@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from PIL import Image
 
 from kvcli import policies
@@ -40,6 +41,13 @@ def test_every_way_describes_every_picture_and_full_as_stock_does(session, photo
     lines = list(folder.table(ways, folder.Stock(session, folder.PROMPT, MOST)))
     assert len(lines) == 3
     assert lines[2].endswith("5 of 5")
+
+
+def test_what_cannot_be_read_is_left_out(photos, tmp_path):
+    (tmp_path / "aa.png").write_bytes(photos[0].read_bytes()[:200])
+    assert folder.find_pictures([tmp_path], 3) == photos[:3]
+    with pytest.raises(typer.BadParameter, match="none of these"):
+        folder.find_pictures([tmp_path / "nowhere"], 3)
 
 
 def test_a_text_that_differs_is_told_with_the_gap_of_the_scores(session, photos):

@@ -7,6 +7,7 @@ between the stock model's scores of the two tokens at that place is said. Knows 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,9 +22,10 @@ import torch
 import typer
 from PIL import Image, ImageOps
 
-from kvcli import batch, inputs, policies
+from kvcli import batch, images, inputs, policies
 from kvcli.engine.prompts import encode
 from kvcli.engine.session import Decoding, Session
+from kvcli.errors import PictureError, UsageError
 from kvcli.policies.base import Policy
 from kvcli.records import RunFacts
 
@@ -88,6 +90,25 @@ class Stock:
                 scores = out.scores[step][0]
                 return float(scores[one] - scores[two])
         return float("nan")
+
+
+def find_pictures(named: Sequence[Path], count: int) -> list[Path]:
+    """The first `count` pictures that can be read, since a plain loop would end at one that can't.
+
+    Raises `typer.BadParameter` when there is none.
+    """
+    found: list[Path] = []
+    try:
+        for job in inputs.find([str(path) for path in named]):
+            if isinstance(job, inputs.Job) and len(found) < count:
+                with contextlib.suppress(PictureError):
+                    images.load(job.sources[0])
+                    found.append(Path(os.fsdecode(job.paths[0])))
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from error
+    if not found:
+        raise typer.BadParameter("none of these pictures can be read")
+    return found
 
 
 def ours(session: Session, paths: Sequence[Path], way: Way, work: batch.Work) -> None:
@@ -160,9 +181,7 @@ def main(
     texts: Annotated[Path | None, typer.Option(help="write all texts here, as JSON")] = None,
 ) -> None:
     """Time a folder of pictures: a stock loop, kvcli with the full cache, kvcli with Elastic Cache."""
-    found = [
-        Path(os.fsdecode(job.paths[0])) for job in inputs.find([str(p) for p in pictures]) if hasattr(job, "paths")
-    ]
+    found = find_pictures(pictures, count)
     session = Session.load(model)
     own = Session.load(model, weights="packed") if packed else session
     ways = [
@@ -170,10 +189,10 @@ def main(
         Way("full", policies.create("full"), own),
         Way(f"elastic {budget:g}", policies.create("elastic", budget=budget), own),
     ]
-    print(f"{session.facts}; {min(count, len(found))} pictures, at most {max_new_tokens} new tokens", flush=True)
+    print(f"{session.facts}; {len(found)} pictures, at most {max_new_tokens} new tokens", flush=True)
     for way in ways:
         Stock(way.session, prompt, 4).run(found[:1], Way("warm-up", None, session))
-    measure(found[:count], ways, prompt, max_new_tokens, batch_size, turns)
+    measure(found, ways, prompt, max_new_tokens, batch_size, turns)
     for line in table(ways, Stock(session, prompt, max_new_tokens)):
         print(line)
     if texts is not None:

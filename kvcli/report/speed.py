@@ -64,7 +64,7 @@ def machine(document: JSON) -> str:
 def speed(title: str, section: JSON) -> Grid:
     """Steps and prompts of each arm, and how many times faster than others."""
     cut = section["layers"] < section["layers_of_model"]
-    step = "ms/step/layer" if cut else "ms/step"
+    step = "ms/step /layer" if cut else "ms/step"
     scale = 1e3 / section["layers"] if cut else 1e3
     headings = ["arm", step, "tok/s", "entries", "x default", "x fastest", "x full", "x limit", "prefill s"]
     rows = []
@@ -160,9 +160,12 @@ def targets(document: JSON) -> Grid:
 def table(grid: Grid, plain: bool) -> Table:
     """A grid for the terminal."""
     style = box.ASCII2 if plain else box.SIMPLE_HEAD
-    drawn = Table(box=style, header_style="bold", pad_edge=False, title=grid.title, title_justify="left")
-    for place, heading in enumerate(grid.headings):
-        drawn.add_column(heading, justify="left" if place == 0 else "right", overflow="fold", no_wrap=place == 0)
+    drawn = Table(
+        box=style, header_style="bold", pad_edge=False, collapse_padding=True, title=grid.title, title_justify="left"
+    )
+    drawn.add_column(grid.headings[0], overflow="fold")
+    for heading in grid.headings[1:]:
+        drawn.add_column(heading.replace(" ", "\n"), justify="right", overflow="fold")  # as narrow as its words
     for row in grid.rows:
         drawn.add_row(*row, style=MARKS.get(row[-1]) if row[-1] != "pass" else None)
     return drawn
