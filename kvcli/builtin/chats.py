@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -43,6 +44,18 @@ def questions(seed: int) -> list[str]:
 
 
 @torch.inference_mode()
+def sample(asked: Sequence[str], tokens: int, batch: int, seed: int) -> Iterator[str]:
+    """How the untouched language model goes on with each text, up to `tokens` tokens."""
+    torch.manual_seed(seed)
+    model, encoder = build.language_model()
+    model, encoder.padding_side = model.to(torch.bfloat16), "left"
+    sampled = {"do_sample": True, "temperature": 0.8, "top_k": 50, "pad_token_id": encoder.pad_token_id}
+    for start in range(0, len(asked), batch):
+        inputs = encoder(asked[start : start + batch], add_special_tokens=False, padding=True, return_tensors="pt")
+        out = model.generate(**inputs, max_new_tokens=tokens, **sampled)
+        yield from encoder.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(prog="python -m kvcli.builtin.chats", description=__doc__.splitlines()[0])
     p.add_argument("--out", type=Path, required=True, help="JSON lines: q, s")
@@ -51,20 +64,11 @@ def main(arguments: list[str] | None = None) -> None:
     p.add_argument("--batch", type=int, default=40)
     p.add_argument("--seed", type=int, default=0)
     options = p.parse_args(arguments)
-    torch.manual_seed(options.seed)
-    model, encoder = build.language_model()
-    encoder.padding_side = "left"
     chosen = questions(options.seed)[: options.count]
     with options.out.open("w") as file:
-        for start in range(0, len(chosen), options.batch):
-            asked = chosen[start : start + options.batch]
-            texts = [prompts.chat(question) for question in asked]
-            batch = encoder(texts, add_special_tokens=False, padding=True, return_tensors="pt")
-            sampled = {"do_sample": True, "temperature": 0.8, "top_k": 50, "pad_token_id": encoder.pad_token_id}
-            out = model.generate(**batch, max_new_tokens=options.tokens, **sampled)
-            answers = encoder.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-            for question, answer in zip(asked, answers, strict=True):
-                print(json.dumps({"q": question, "s": answer.strip()}), file=file, flush=True)
+        answers = sample(list(map(prompts.chat, chosen)), options.tokens, options.batch, options.seed)
+        for question, answer in zip(chosen, answers, strict=True):
+            print(json.dumps({"q": question, "s": answer.strip()}), file=file, flush=True)
 
 
 if __name__ == "__main__":

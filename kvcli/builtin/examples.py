@@ -6,7 +6,8 @@ The kinds. `caption`: a person's words. `long`: texts that the language model wr
 fluency). `label`: the class that the tower's own classifier sees. `paste`: cells of a class, taken from anywhere in
 the training photos, set into another photo, with a sentence that names the class: so that all 1,000 class words
 reach the answer, not only those that the captions use. `swap`: the same, in place of a dog that a caption names.
-`astronaut`: what no class and no caption names, put together: a person, a helmet or a suit, and a rocket.
+`space`: an astronaut, whom no class and no caption names, put together from a person, a helmet or a suit, and a
+rocket; or a rocket alone, with nobody near.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ DOGS, ANIMALS = slice(151, 269), range(398)
 ROCKETS = (657, 744, 812)  # missile, projectile, space shuttle
 SUITS = (450, 518, 560, 570, 701)  # bobsled, crash helmet, football helmet, gasmask, parachute
 PER_CLASS = 16
+WHOLE = (0, 0, 12, 12)  # the box of a picture that shows one thing only
+KIN, LIKE_KIN = 4, 0.3  # the classes that the classifier takes a class for, and the share of its cells that look so
+LONG_ENOUGH = 55  # words: a shorter detail does not teach where to stop
 SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 PLAIN = (  # many ways, so that none of them becomes the model's habit
     "{}.",
@@ -43,6 +47,9 @@ PLAIN = (  # many ways, so that none of them becomes the model's habit
     "{} can be seen.",
 )
 A_PERSON = re.compile(r"\ba (man|woman|person|boy|girl)\b", re.IGNORECASE)
+PEOPLE = re.compile(
+    r"\b(man|men|woman|women|person|people|boys?|girls?|child(ren)?|player|rider|kids?)\b", re.IGNORECASE
+)
 A_DOG = re.compile(r"\b(a|the) dog\b(?!s)", re.IGNORECASE)
 
 
@@ -126,14 +133,19 @@ class Examples:
         self.features, self.bank = features, bank
         self.direction = torch.nn.functional.normalize(neck.classifier.weight.detach().float(), dim=-1)
         self.classifier = neck.classifier
-        self.sure = [n for n in self.names if bank.best[n][1] > 0.2]
+        self.kin = kin(self.direction)
+        self.sure: dict[int, list[str]] = {}  # by class, so that the rare ones are drawn as often as dogs
+        for name in self.names:
+            if bank.best[name][1] > 0.2:
+                self.sure.setdefault(bank.best[name][0], []).append(name)
         self.dogs = [n for n in self.names if bank.best[n][2] > 0.3 and any(map(A_DOG.search, captions[n]))]
         self.people = [n for n in self.names if sum(map(bool, map(A_PERSON.search, captions[n]))) > 1]
+        self.deserted = [n for n in self.names if not any(map(PEOPLE.search, captions[n]))] or self.names
 
     @property
     def kinds(self) -> set[str]:
         """The kinds that this data has anything for."""
-        has = {"long": self.long, "text": self.chats, "label": self.sure, "swap": self.dogs, "astronaut": self.people}
+        has = {"long": self.long, "text": self.chats, "label": self.sure, "swap": self.dogs, "space": self.people}
         return {"caption", "paste"} | {kind for kind, rows in has.items() if rows}
 
     def draw(self, kind: str, rng: random.Random) -> Example:
@@ -144,7 +156,7 @@ class Examples:
             "paste": self._paste,
             "swap": self._swap,
             "text": self._text,
-            "astronaut": self._astronaut,
+            "space": self._space,
         }
         return make[kind](rng)
 
@@ -157,12 +169,13 @@ class Examples:
         row = rng.choice(self.long)
         question = rng.choice(prompts.STORY if row["k"] == "story" else prompts.DETAIL)
         if "c" in row:
-            return self._pasted(question, row["s"], row["c"], rng)
-        return Example(question, (row["s"],), row["n"], seed=rng.getrandbits(30), stop=row["k"] != "story")
+            return replace(self._pasted(question, row["s"], row["c"], rng), stop=False)
+        stop = row["k"] == "detail" and len(row["s"].split()) >= LONG_ENOUGH
+        return Example(question, (row["s"],), row["n"], seed=rng.getrandbits(30), stop=stop)
 
     def _label(self, rng: random.Random) -> Example:
-        name = rng.choice(self.sure)
-        thing = self._called(self.bank.best[name][0], rng)
+        label = rng.choice(list(self.sure))
+        name, thing = rng.choice(self.sure[label]), self._called(label, rng)
         return Example(rng.choice(prompts.LABEL), (capital(f"{thing}."),), name, seed=rng.getrandbits(30))
 
     def _called(self, label: int, rng: random.Random) -> str:
@@ -171,11 +184,11 @@ class Examples:
         return prompts.article(everyday if everyday and rng.random() < 0.5 else self.classes[label])
 
     def _pasted(self, question: str, answer: str, label: int, rng: random.Random, small: bool = False) -> Example:
-        paste = Paste(label, place(rng, 3, 6) if small else place(rng, 5, 12))
+        paste = Paste(label, place(rng, 3, 6) if small else place(rng, 5, 12) if rng.random() < 0.5 else WHOLE)
         return Example(question, (answer,), rng.choice(self.names), (paste,), rng.getrandbits(30) & ~1)
 
-    def _paste(self, rng: random.Random) -> Example:
-        label = rng.randrange(CLASSES)
+    def _paste(self, rng: random.Random, label: int | None = None) -> Example:
+        label = rng.randrange(CLASSES) if label is None else label
         thing = self._called(label, rng)
         if rng.random() < 0.25:
             return self._pasted(rng.choice(prompts.LABEL), capital(f"{thing}."), label, rng)
@@ -191,7 +204,10 @@ class Examples:
         named = [A_DOG.sub(thing, c) for c in self.captions[name] if A_DOG.search(c)]
         return Example(prompts.CAPTION[0], tuple(map(prompts.tidy, named)), name, (Paste(label),), rng.getrandbits(30))
 
-    def _astronaut(self, rng: random.Random) -> Example:
+    def _space(self, rng: random.Random) -> Example:
+        if rng.random() < 0.4:
+            example = self._paste(rng, rng.choice(ROCKETS))
+            return replace(example, photo=rng.choice(self.deserted))
         name = rng.choice(self.people)
         pastes = (Paste(rng.choice(ROCKETS), place(rng, 2, 5)), Paste(rng.choice(SUITS), place(rng, 3, 6)))
         seed, dice = rng.getrandbits(30), rng.random()
@@ -229,13 +245,24 @@ class Examples:
             top, left, high, wide = box
             where[top : top + high, left : left + wide] = True
         count = int(where.sum())
-        cells = self.bank.cells[label][torch.randint(PER_CLASS, (count,), generator=draw)]
+        labels = torch.full((count,), label)
+        if box is not None:
+            unsure = torch.rand(count, generator=draw) < LIKE_KIN * torch.rand(1, generator=draw) * 2
+            labels[unsure] = self.kin[label][torch.randint(KIN, (int(unsure.sum()),), generator=draw)]
+        cells = self.bank.cells[labels, torch.randint(PER_CLASS, (count,), generator=draw)]
         strength = 8 * torch.rand(1, generator=draw)
         share = 0.5 + 0.5 * torch.rand(count, 1, generator=draw)
-        mixed = share * (cells + strength * self.direction[label]) + (1 - share) * coarse[:, where].T
+        mixed = share * (cells + strength * self.direction[labels]) + (1 - share) * coarse[:, where].T
         result = coarse.clone()
         result[:, where] = mixed.clamp(0, 6).T
         return result
+
+
+def kin(direction: Tensor) -> Tensor:
+    """For each class the `KIN` whose classifier rows are most like its own, `[1000, KIN]`: a real thing of a class
+    looks like them in places."""
+    alike = direction @ direction.T
+    return alike.fill_diagonal_(-1).topk(KIN, 1).indices
 
 
 def place(rng: random.Random, low: int, high: int) -> tuple[int, int, int, int]:
