@@ -1,12 +1,10 @@
-"""The built-in model: its tower, its parts, how it is built, trained and measured."""
+"""The built-in model: its tower, its parts, how it is built and measured."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
-import random
 import struct
 import subprocess
 import sys
@@ -17,19 +15,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from kvcli import builtin
-from kvcli.builtin import lora, parts, prompts, train
-from kvcli.builtin.examples import Bank, Example, Examples
-from kvcli.builtin.features import Features, image_processor
+from kvcli.builtin import parts, prompts
+from kvcli.builtin.examples import Example
+from kvcli.builtin.features import image_processor
 from kvcli.builtin.figures import most_repeated, named, precision
 from kvcli.builtin.gguf import Gguf, llama_state
 from kvcli.builtin.student import Student
-from kvcli.builtin.tower import STAGES, Neck, Tower, TowerConfig, Trunk, trunk_weights
+from kvcli.builtin.tower import STAGES, Neck, Tower, TowerConfig, trunk_weights
 from kvcli.cli import models as cli_models
 from kvcli.errors import StartError
 
@@ -295,161 +291,6 @@ def test_models_lists_the_built_in_one_and_the_hub_cache(tmp_path: Path, monkeyp
     found = {row["name"]: row for row in json.loads(out.stdout)}
     assert found["builtin"]["state"].startswith("not built")
     assert (found["some/thing"]["kind"], found["some/thing"]["state"]) == ("llava", "no safetensors here")
-
-
-# --- training
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Features, list[str], Path]:
-    """Features of seven made-up photos, by a random trunk."""
-    folder = tmp_path_factory.mktemp("photos")
-    names = [f"{i}.jpg" for i in range(7)]
-    for i, name in enumerate(names):
-        pixels = np.random.default_rng(i).integers(0, 255, (6, 8, 3), dtype=np.uint8)
-        Image.fromarray(pixels).resize((64, 48)).save(folder / name)
-    torch.manual_seed(0)
-    features = Features(folder / "features", names)
-    features.compute(folder, Trunk().eval(), batch=4)
-    return features, names, folder
-
-
-def letters() -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes and the chat's special tokens."""
-    special = ["<|endoftext|>", prompts.OPEN, prompts.CLOSE]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(special + alphabet)}, []))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=prompts.CLOSE, eos_token=prompts.CLOSE)
-
-
-def student() -> Student:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return Student(LlamaForCausalLM(config).eval(), letters(), Neck(32, 16))
-
-
-def material(student: Student, small: tuple[Features, list[str], Path]) -> Examples:
-    features, names, _ = small
-    captions = {
-        name: [f"a dog and a man are number {i} .", f"a man sees {i} dots", "colours"] for i, name in enumerate(names)
-    }
-    long = [{"n": names[0], "k": "story", "s": "One day, it rained."}]
-    chats = [{"q": "Hello?", "s": "Hello."}]
-    bank = Bank(features, names, student.neck)
-    classes = [f"thing {i}" for i in range(1000)]
-    return Examples(captions, names, long, chats, classes, features, bank, student.neck)
-
-
-def options(work: Path, steps: int) -> argparse.Namespace:
-    work.mkdir(exist_ok=True)
-    return argparse.Namespace(
-        work=work, out=work / "w.safetensors", steps=steps, decay=2, rate=1.0, seed=3, log=1, evaluate=100, save=99
-    )
-
-
-def test_a_stopped_training_goes_on_bit_by_bit(small: tuple[Features, list[str], Path], tmp_path: Path) -> None:
-    whole, early, late = student(), student(), student()
-    late.load({name: value + 1 for name, value in late.weights().items()})  # what is read back must replace this
-    examples = material(whole, small)
-    held_out = [Example("What?", ("Dots.",), small[1][0])]
-    list(train.run(whole, examples, held_out, options(tmp_path / "whole", 6)))
-    first = options(tmp_path / "parts", 6)
-    first.save = 0  # a state after every step
-    for line in train.run(early, examples, held_out, first):
-        if line["step"] == 4:
-            break
-    list(train.run(late, examples, held_out, options(tmp_path / "parts", 6)))
-    ended = whole.weights()
-    assert all(torch.equal(ended[name], value) for name, value in late.weights().items())
-
-
-def test_every_kind_of_example_can_be_learned_from(small: tuple[Features, list[str], Path]) -> None:
-    pupil = student()
-    examples = material(pupil, small)
-    rng = random.Random(0)
-    for kind in ("caption", "long", "paste", "space"):
-        drawn = [examples.draw(kind, rng) for _ in range(3)]
-        loss = pupil.loss(drawn, examples.maps(drawn), 6)
-        loss.backward()
-        assert torch.isfinite(loss)
-    assert all(p.grad is not None for name, p in pupil.trainable.items() if name.endswith(".b"))
-
-
-@torch.no_grad()
-def test_answers_that_share_a_picture_do_not_see_each_other(small: tuple[Features, list[str], Path]) -> None:
-    pupil = student()
-    examples = material(pupil, small)
-    texts = ("A red dot.", "Nothing at all can be seen here.", "Dots.")
-    together = [Example("What?", texts, small[1][0])]
-    apart = [Example("What?", (text,), small[1][0]) for text in texts]
-    one, all_ = (float(pupil.loss(e, examples.maps(e), 6)) for e in (together, apart))
-    assert one == pytest.approx(all_, rel=2e-2)  # bfloat16
-    swapped = [Example("What?", texts[::-1], small[1][0])]
-    assert float(pupil.loss(swapped, examples.maps(swapped), 6)) == pytest.approx(one, rel=2e-2)
-
-
-@torch.no_grad()
-def test_a_pasted_class_is_what_the_classifier_then_sees(small: tuple[Features, list[str], Path]) -> None:
-    pupil = student()
-    examples = material(pupil, small)
-    drawn = examples.draw("paste", random.Random(1))
-    (paste,) = drawn.pastes
-    assert paste.box is not None
-    top, left, high, wide = paste.box
-    with_it, without = (examples.maps([e])[1][0] for e in (drawn, Example("", ("",), drawn.photo)))
-    chance = [
-        pupil.neck.classifier(m[:, top : top + high, left : left + wide].flatten(1).T)[:, paste.label].mean()
-        for m in (with_it, without)
-    ]
-    assert chance[0] > chance[1]
-    outside = torch.ones(12, 12, dtype=torch.bool)
-    outside[top : top + high, left : left + wide] = False
-    assert torch.equal(with_it[:, outside], without[:, outside])
-
-
-@torch.no_grad()
-def test_merged_updates_equal_attached_ones() -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    plain, updated = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
-    updated.load_state_dict(plain.state_dict())
-    weights = lora.attach(updated.model)
-    for value in weights.values():
-        value.copy_(0.1 * torch.randn(value.shape))
-    ids = torch.arange(20)[None]
-    before = plain(ids).logits
-    state = plain.state_dict()
-    lora.merge(state, dict(weights))
-    plain.load_state_dict(state)
-    torch.testing.assert_close(plain(ids).logits, updated(ids).logits, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(plain(ids).logits, before, atol=1e-3)
-
-
-def test_features_go_on_where_they_stopped(small: tuple[Features, list[str], Path]) -> None:
-    features, names, folder = small
-    other = Features(folder / "features", names[:3])
-    with pytest.raises(ValueError, match="other photos"):
-        other.compute(folder, Trunk())
-    again = Features(folder / "features", names)
-    again.compute(folder, Trunk())  # another trunk, and nothing left to do
-    assert torch.equal(again.maps(names)[1], features.maps(names)[1])
 
 
 # --- counting

@@ -1,0 +1,235 @@
+"""How the built-in model is trained: what is drawn, what is learned from it, and that a stopped run goes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvcli.builtin import chats, class_texts, lora, prompts, train
+from kvcli.builtin.examples import Bank, Example, Examples
+from kvcli.builtin.features import Features
+from kvcli.builtin.student import Student
+from kvcli.builtin.tower import Neck, Trunk
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Features, list[str], Path]:
+    """Features of seven made-up photos, by a random trunk."""
+    folder = tmp_path_factory.mktemp("photos")
+    names = [f"{i}.jpg" for i in range(7)]
+    for i, name in enumerate(names):
+        pixels = np.random.default_rng(i).integers(0, 255, (6, 8, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((64, 48)).save(folder / name)
+    torch.manual_seed(0)
+    features = Features(folder / "features", names)
+    features.compute(folder, Trunk().eval(), batch=4)
+    return features, names, folder
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes and the chat's special tokens."""
+    special = ["<|endoftext|>", prompts.OPEN, prompts.CLOSE]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(special + alphabet)}, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=prompts.CLOSE, eos_token=prompts.CLOSE)
+
+
+def student() -> Student:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return Student(LlamaForCausalLM(config).eval(), letters(), Neck(32, 16))
+
+
+def material(student: Student, small: tuple[Features, list[str], Path]) -> Examples:
+    features, names, _ = small
+    captions = {
+        name: [f"a dog and a man are number {i} .", f"a man sees {i} dots", "colours"] for i, name in enumerate(names)
+    }
+    long = [{"n": names[0], "k": "story", "s": "One day, it rained."}]
+    chats = [{"q": "Hello?", "s": "Hello."}]
+    bank = Bank(features, names, student.neck)
+    classes = [f"thing {i}" for i in range(1000)]
+    return Examples(captions, names, long, chats, classes, features, bank, student.neck)
+
+
+def options(work: Path, steps: int) -> argparse.Namespace:
+    work.mkdir(exist_ok=True)
+    return argparse.Namespace(
+        work=work, out=work / "w.safetensors", steps=steps, decay=2, rate=1.0, seed=3, log=1, evaluate=100, save=99
+    )
+
+
+def test_a_stopped_training_goes_on_bit_by_bit(small: tuple[Features, list[str], Path], tmp_path: Path) -> None:
+    whole, early, late = student(), student(), student()
+    late.load({name: value + 1 for name, value in late.weights().items()})  # what is read back must replace this
+    examples = material(whole, small)
+    held_out = [Example("What?", ("Dots.",), small[1][0])]
+    list(train.run(whole, examples, held_out, options(tmp_path / "whole", 6)))
+    first = options(tmp_path / "parts", 6)
+    first.save = 0  # a state after every step
+    for line in train.run(early, examples, held_out, first):
+        if line["step"] == 4:
+            break
+    list(train.run(late, examples, held_out, options(tmp_path / "parts", 6)))
+    ended = whole.weights()
+    assert all(torch.equal(ended[name], value) for name, value in late.weights().items())
+
+
+def test_every_kind_of_example_can_be_learned_from(small: tuple[Features, list[str], Path]) -> None:
+    pupil = student()
+    examples = material(pupil, small)
+    rng = random.Random(0)
+    for kind in ("caption", "long", "paste", "space"):
+        drawn = [examples.draw(kind, rng) for _ in range(3)]
+        loss = pupil.loss(drawn, examples.maps(drawn), 6)
+        loss.backward()
+        assert torch.isfinite(loss)
+    assert all(p.grad is not None for name, p in pupil.trainable.items() if name.endswith(".b"))
+
+
+@torch.no_grad()
+def test_answers_that_share_a_picture_do_not_see_each_other(small: tuple[Features, list[str], Path]) -> None:
+    pupil = student()
+    examples = material(pupil, small)
+    texts = ("A red dot.", "Nothing at all can be seen here.", "Dots.")
+    together = [Example("What?", texts, small[1][0])]
+    apart = [Example("What?", (text,), small[1][0]) for text in texts]
+    one, all_ = (float(pupil.loss(e, examples.maps(e), 6)) for e in (together, apart))
+    assert one == pytest.approx(all_, rel=2e-2)  # bfloat16
+    swapped = [Example("What?", texts[::-1], small[1][0])]
+    assert float(pupil.loss(swapped, examples.maps(swapped), 6)) == pytest.approx(one, rel=2e-2)
+
+
+@torch.no_grad()
+def test_a_pasted_class_is_what_the_classifier_then_sees(small: tuple[Features, list[str], Path]) -> None:
+    pupil = student()
+    examples = material(pupil, small)
+    drawn = examples.draw("paste", random.Random(1))
+    (paste,) = drawn.pastes
+    assert paste.box is not None
+    top, left, high, wide = paste.box
+    with_it, without = (examples.maps([e])[1][0] for e in (drawn, Example("", ("",), drawn.photo)))
+    chance = [
+        pupil.neck.classifier(m[:, top : top + high, left : left + wide].flatten(1).T)[:, paste.label].mean()
+        for m in (with_it, without)
+    ]
+    assert chance[0] > chance[1]
+    outside = torch.ones(12, 12, dtype=torch.bool)
+    outside[top : top + high, left : left + wide] = False
+    assert torch.equal(with_it[:, outside], without[:, outside])
+
+
+@torch.no_grad()
+def test_merged_updates_equal_attached_ones() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    plain, updated = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    updated.load_state_dict(plain.state_dict())
+    weights = lora.attach(updated.model)
+    for value in weights.values():
+        value.copy_(0.1 * torch.randn(value.shape))
+    ids = torch.arange(20)[None]
+    before = plain(ids).logits
+    state = plain.state_dict()
+    lora.merge(state, dict(weights))
+    plain.load_state_dict(state)
+    torch.testing.assert_close(plain(ids).logits, updated(ids).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(plain(ids).logits, before, atol=1e-3)
+
+
+def test_features_go_on_where_they_stopped(small: tuple[Features, list[str], Path]) -> None:
+    features, names, folder = small
+    other = Features(folder / "features", names[:3])
+    with pytest.raises(ValueError, match="other photos"):
+        other.compute(folder, Trunk())
+    again = Features(folder / "features", names)
+    again.compute(folder, Trunk())  # another trunk, and nothing left to do
+    assert torch.equal(again.maps(names)[1], features.maps(names)[1])
+
+
+@torch.no_grad()
+def test_rows_of_different_width_give_the_loss_of_one_batch(small: tuple[Features, list[str], Path]) -> None:
+    pupil = student()
+    examples, rng = material(pupil, small), random.Random(0)
+    drawn = [examples.draw(kind, rng) for kind in ("caption", "paste", "caption", "long", "paste")]
+    together = float(pupil.loss(drawn, examples.maps(drawn), 6, True))
+    assert float(train.picture_loss(pupil, examples, drawn, 6)) == pytest.approx(together, rel=2e-2)  # bfloat16
+
+
+def test_only_a_long_detail_teaches_where_to_stop(small: tuple[Features, list[str], Path]) -> None:
+    examples, rng = material(student(), small), random.Random(0)
+    name = small[1][0]
+    for kind, length, stops in (("detail", 60, True), ("detail", 20, False), ("story", 60, False)):
+        examples.long = [{"n": name, "k": kind, "s": "word " * length}]
+        assert examples.draw("long", rng).stop is stops, (kind, length)
+
+
+def test_a_text_about_a_class_is_told_of_a_picture_of_it(small: tuple[Features, list[str], Path]) -> None:
+    examples, rng = material(student(), small), random.Random(0)
+    examples.long = [{"c": 7, "k": "detail", "s": "The photo shows a cock."}]
+    drawn = examples.draw("long", rng)
+    assert [paste.label for paste in drawn.pastes] == [7]
+    assert drawn.question in prompts.DETAIL
+    assert not drawn.stop
+
+
+def test_no_astronaut_without_a_person(small: tuple[Features, list[str], Path]) -> None:
+    examples, rng = material(student(), small), random.Random(0)
+    empty = small[1][3]
+    examples.captions = examples.captions | {empty: ["A beach."] * 3}
+    examples.people, examples.deserted = [n for n in small[1] if n != empty], [empty]
+    for _ in range(60):
+        drawn = examples.draw("space", rng)
+        assert ("astronaut" in drawn.answers[0]) == (drawn.photo != empty), drawn
+
+
+def test_every_class_gets_a_detail_and_a_story() -> None:
+    rows = class_texts.rows(seed=1)
+    assert sorted((label, kind) for label, kind, _ in rows) == [
+        (n, k) for n in range(1000) for k in ("detail", "story")
+    ]
+    assert rows == class_texts.rows(seed=1) != class_texts.rows(seed=2)
+    assert all(thing.split()[0] in ("a", "an") for *_, thing in rows)
+
+
+@pytest.mark.slow
+def test_the_language_model_writes_chats_and_class_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chats.main(["--out", str(tmp_path / "chats"), "--count", "3", "--tokens", "4", "--batch", "2"])
+    asked = [json.loads(line) for line in (tmp_path / "chats").read_text().splitlines()]
+    assert [row["q"] for row in asked] == chats.questions(0)[:3]
+    assert all(row["s"] for row in asked)
+    few = class_texts.rows(0)[:3]
+    monkeypatch.setattr(class_texts, "rows", lambda seed: few)
+    class_texts.main(["--out", str(tmp_path / "texts"), "--tokens", "4", "--batch", "2"])
+    written = [json.loads(line) for line in (tmp_path / "texts").read_text().splitlines()]
+    for (label, kind, thing), row in zip(few, written, strict=True):
+        start = class_texts.KINDS[kind][1].format(thing)
+        assert (row["c"], row["k"]) == (label, kind)
+        assert row["s"].startswith(start)
+        assert len(row["s"]) > len(start)
