@@ -34,6 +34,7 @@ SUITS = (450, 518, 560, 570, 701)  # bobsled, crash helmet, football helmet, gas
 PER_CLASS = 16
 WHOLE = (0, 0, 12, 12)  # the box of a picture that shows one thing only
 KIN, LIKE_KIN = 4, 0.3  # the classes that the classifier takes a class for, and the share of its cells that look so
+SHARPNESS, SURE, DIM = 2.0, (0.4, 0.98), (0.5, 1.1)  # of the neck; how sure a pasted class is; how bright its map
 LONG_ENOUGH = 55  # words: a shorter detail does not teach where to stop
 SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 PLAIN = (  # many ways, so that none of them becomes the model's habit
@@ -136,7 +137,7 @@ class Examples:
         self.kin = kin(self.direction)
         self.sure: dict[int, list[str]] = {}  # by class, so that the rare ones are drawn as often as dogs
         for name in self.names:
-            if bank.best[name][1] > 0.2:
+            if bank.best[name][1] > 0.12:
                 self.sure.setdefault(bank.best[name][0], []).append(name)
         self.dogs = [n for n in self.names if bank.best[n][2] > 0.3 and any(map(A_DOG.search, captions[n]))]
         self.people = [n for n in self.names if sum(map(bool, map(A_PERSON.search, captions[n]))) > 1]
@@ -183,8 +184,8 @@ class Examples:
         everyday = OF_CLASS.get(label)
         return prompts.article(everyday if everyday and rng.random() < 0.5 else self.classes[label])
 
-    def _pasted(self, question: str, answer: str, label: int, rng: random.Random, small: bool = False) -> Example:
-        paste = Paste(label, place(rng, 3, 6) if small else place(rng, 5, 12) if rng.random() < 0.5 else WHOLE)
+    def _pasted(self, question: str, answer: str, label: int, rng: random.Random) -> Example:
+        paste = Paste(label, place(rng, 6, 12) if rng.random() < 0.6 else WHOLE)
         return Example(question, (answer,), rng.choice(self.names), (paste,), rng.getrandbits(30) & ~1)
 
     def _paste(self, rng: random.Random, label: int | None = None) -> Example:
@@ -196,7 +197,7 @@ class Examples:
             tell, start = rng.choice(((prompts.STORY, "One day,"), (prompts.DETAIL, "The photo shows")))
             return replace(self._pasted(rng.choice(tell), f"{start} {thing}", label, rng), stop=False)
         answer = capital(rng.choice(PLAIN).format(thing))
-        return self._pasted(rng.choice(prompts.CAPTION), answer, label, rng, small=rng.random() < 0.4)
+        return self._pasted(rng.choice(prompts.CAPTION), answer, label, rng)
 
     def _swap(self, rng: random.Random) -> Example:
         name, label = rng.choice(self.dogs), rng.choice(ANIMALS)
@@ -234,28 +235,50 @@ class Examples:
                 fine[i], coarse[i] = fine[i].flip(-1), coarse[i].flip(-1)
         return fine, coarse
 
+    @torch.no_grad()
     def _with_class(self, coarse: Tensor, label: int, box: tuple[int, int, int, int] | None, seed: int) -> Tensor:
+        """`coarse` `[1280, 12, 12]` with cells that the classifier takes for the class, more or less surely.
+
+        The whole map is dimmed, and the cells are as bright as what they replace: features of pictures from outside
+        the training photos are fainter than theirs, and a class that shines is believed only when it shines.
+        """
         draw = torch.Generator().manual_seed(seed)
+
+        def between(low: float, high: float, *shape: int) -> Tensor:
+            return low + (high - low) * torch.rand(shape or (1,), generator=draw)
+
         where = torch.zeros(coarse.shape[1:], dtype=torch.bool)
         if box is None:
-            with torch.no_grad():
-                chances = self.classifier(coarse.flatten(1).T).float().softmax(-1)[:, DOGS].sum(-1)
+            chances = self.classifier(coarse.flatten(1).T).softmax(-1)[:, DOGS].sum(-1)
             where = (chances > 0.3).view_as(where)
         else:
             top, left, high, wide = box
             where[top : top + high, left : left + wide] = True
-        count = int(where.sum())
+            coarse = coarse * between(*DIM)
+        before, count = coarse[:, where].T, int(where.sum())
         labels = torch.full((count,), label)
-        if box is not None:
-            unsure = torch.rand(count, generator=draw) < LIKE_KIN * torch.rand(1, generator=draw) * 2
-            labels[unsure] = self.kin[label][torch.randint(KIN, (int(unsure.sum()),), generator=draw)]
+        unsure = torch.rand(count, generator=draw) < between(0, 2 * LIKE_KIN)
+        labels[unsure] = self.kin[label][torch.randint(KIN, (int(unsure.sum()),), generator=draw)]
         cells = self.bank.cells[labels, torch.randint(PER_CLASS, (count,), generator=draw)]
-        strength = 8 * torch.rand(1, generator=draw)
-        share = 0.5 + 0.5 * torch.rand(count, 1, generator=draw)
-        mixed = share * (cells + strength * self.direction[labels]) + (1 - share) * coarse[:, where].T
+        share = between(0.5, 1, count, 1)
+        cells = torch.nn.functional.normalize(share * cells + (1 - share) * before, dim=-1)
+        cells = cells * before.norm(dim=-1, keepdim=True) * between(0.7, 1.2)
+        aim = between(0.05, 1, count) * between(*SURE)
+        for _ in range(2):  # the clamp takes back a part of the first step
+            cells = cells + self._missing(cells, labels, aim)[:, None] * self.direction[labels]
+            cells = cells.clamp(0, 6)
         result = coarse.clone()
-        result[:, where] = mixed.clamp(0, 6).T
+        result[:, where] = cells.T
         return result
+
+    def _missing(self, cells: Tensor, labels: Tensor, aim: Tensor) -> Tensor:
+        """How far to go along each class's direction for a sharpened probability of `aim`."""
+        scores = SHARPNESS * self.classifier(cells)
+        own = scores.gather(1, labels[:, None])[:, 0]
+        others = scores.scatter(1, labels[:, None], -torch.inf).logsumexp(-1)
+        length = self.classifier.weight.norm(dim=-1)[labels]
+        far: Tensor = (aim.logit() - own + others) / (SHARPNESS * length)
+        return far
 
 
 def kin(direction: Tensor) -> Tensor:
