@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvcli.builtin import chats, class_texts, lora, prompts, train
-from kvcli.builtin.examples import Bank, Example, Examples
+from kvcli.builtin.examples import Bank, Example, Examples, Paste
 from kvcli.builtin.features import Features
 from kvcli.builtin.student import Student
 from kvcli.builtin.tower import Neck, Trunk
@@ -120,22 +121,23 @@ def test_answers_that_share_a_picture_do_not_see_each_other(small: tuple[Feature
 
 
 @torch.no_grad()
-def test_a_pasted_class_is_what_the_classifier_then_sees(small: tuple[Features, list[str], Path]) -> None:
+@pytest.mark.parametrize("told", [False, True])
+def test_a_pasted_class_is_what_the_classifier_then_sees(
+    small: tuple[Features, list[str], Path], *, told: bool
+) -> None:
     pupil = student()
     examples = material(pupil, small)
-    drawn = examples.draw("paste", random.Random(1))
-    (paste,) = drawn.pastes
-    assert paste.box is not None
-    top, left, high, wide = paste.box
-    with_it, without = (examples.maps([e])[1][0] for e in (drawn, Example("", ("",), drawn.photo)))
-    chance = [
-        pupil.neck.classifier(m[:, top : top + high, left : left + wide].flatten(1).T)[:, paste.label].mean()
-        for m in (with_it, without)
-    ]
+    top, left, high, wide = 2, 1, 6, 7
+    drawn = Example("What?", ("A thing.",), small[1][2], (Paste(5, (top, left, high, wide), told),), seed=8)
+    _, plain, _ = examples.maps([replace(drawn, pastes=())])
+    _, coarse, words = examples.maps([drawn])
+    inside = torch.zeros(12, 12, dtype=torch.bool)
+    inside[top : top + high, left : left + wide] = True
+    chance = [pupil.neck.classifier(m[0][:, inside].T)[:, 5].mean() for m in (words, plain)]
     assert chance[0] > chance[1]
-    outside = torch.ones(12, 12, dtype=torch.bool)
-    outside[top : top + high, left : left + wide] = False
-    assert torch.equal(with_it[:, outside], without[:, outside])
+    ratio = words[0][:, ~inside].norm() / plain[0][:, ~inside].norm()
+    torch.testing.assert_close(words[0][:, ~inside], ratio * plain[0][:, ~inside])  # dimmed, nothing else
+    assert torch.equal(coarse, plain if told else words)
 
 
 @torch.no_grad()

@@ -56,10 +56,15 @@ A_DOG = re.compile(r"\b(a|the) dog\b(?!s)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Paste:
-    """Cells of a class, set into a photo. box: top, left, height, width in coarse cells, None: where dogs are."""
+    """Cells of a class, set into a photo. box: top, left, height, width in coarse cells, None: where dogs are.
+
+    `told`: only the words of the neck see it, its other features stay those of the photo. Those features know what
+    the captions name, and call every unknown animal a dog; this is how the words learn to overrule them.
+    """
 
     label: int
     box: tuple[int, int, int, int] | None = None
+    told: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,8 +190,11 @@ class Examples:
         return prompts.article(everyday if everyday and rng.random() < 0.5 else self.classes[label])
 
     def _pasted(self, question: str, answer: str, label: int, rng: random.Random) -> Example:
-        paste = Paste(label, place(rng, 6, 12) if rng.random() < 0.6 else WHOLE)
-        return Example(question, (answer,), rng.choice(self.names), (paste,), rng.getrandbits(30) & ~1)
+        if rng.random() < 0.5:
+            paste, photos = Paste(label, place(rng, 8, 12), told=True), self.deserted  # people are no unknown thing
+        else:
+            paste, photos = Paste(label, place(rng, 6, 12) if rng.random() < 0.6 else WHOLE), self.names
+        return Example(question, (answer,), rng.choice(photos), (paste,), rng.getrandbits(30) & ~1)
 
     def _paste(self, rng: random.Random, label: int | None = None) -> Example:
         label = rng.randrange(CLASSES) if label is None else label
@@ -203,14 +211,16 @@ class Examples:
         name, label = rng.choice(self.dogs), rng.choice(ANIMALS)
         thing = self._called(label, rng)
         named = [A_DOG.sub(thing, c) for c in self.captions[name] if A_DOG.search(c)]
-        return Example(prompts.CAPTION[0], tuple(map(prompts.tidy, named)), name, (Paste(label),), rng.getrandbits(30))
+        paste = Paste(label, told=rng.random() < 0.5)
+        return Example(prompts.CAPTION[0], tuple(map(prompts.tidy, named)), name, (paste,), rng.getrandbits(30))
 
     def _space(self, rng: random.Random) -> Example:
         if rng.random() < 0.4:
             example = self._paste(rng, rng.choice(ROCKETS))
             return replace(example, photo=rng.choice(self.deserted))
         name = rng.choice(self.people)
-        pastes = (Paste(rng.choice(ROCKETS), place(rng, 2, 5)), Paste(rng.choice(SUITS), place(rng, 3, 6)))
+        told = rng.random() < 0.5
+        pastes = (Paste(rng.choice(ROCKETS), place(rng, 2, 5), told), Paste(rng.choice(SUITS), place(rng, 3, 8), told))
         seed, dice = rng.getrandbits(30), rng.random()
         if dice < 0.25:
             start = ("The photo shows an astronaut",)
@@ -225,15 +235,18 @@ class Examples:
         row = rng.choice(self.chats)
         return Example(row["q"], (row["s"],), None)
 
-    def maps(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-        """Fine and coarse maps `[B, C, H, W]` with what is pasted and mirrored."""
+    def maps(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
+        """Fine map, coarse map, and the coarse one that the words see, `[B, C, H, W]`, pasted and mirrored."""
         fine, coarse = self.features.maps([e.photo or self.names[0] for e in examples])
+        told = coarse.clone()
         for i, example in enumerate(examples):
             for number, paste in enumerate(example.pastes):
-                coarse[i] = self._with_class(coarse[i], paste.label, paste.box, example.seed + number)
+                told[i] = self._with_class(told[i], paste.label, paste.box, example.seed + number)
+                if not paste.told:
+                    coarse[i] = told[i]
             if example.flip:
-                fine[i], coarse[i] = fine[i].flip(-1), coarse[i].flip(-1)
-        return fine, coarse
+                fine[i], coarse[i], told[i] = (m[i].flip(-1) for m in (fine, coarse, told))
+        return fine, coarse, told
 
     @torch.no_grad()
     def _with_class(self, coarse: Tensor, label: int, box: tuple[int, int, int, int] | None, seed: int) -> Tensor:

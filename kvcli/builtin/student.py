@@ -50,12 +50,11 @@ class Student(nn.Module):
             for name, value in (self.fixed | self.trainable).items():
                 value.copy_(weights[name])
 
-    def visual(self, fine: Tensor, coarse: Tensor, grid: int) -> Tensor:
-        """Maps to `[B, grid * grid, hidden]`; a grid below 24 pools the maps first."""
-        fine = F.avg_pool2d(fine, fine.shape[-1] // grid)
-        if coarse.shape[-1] > grid:
-            coarse = F.avg_pool2d(coarse, coarse.shape[-1] // grid)
-        return through_projector(self.neck(fine, coarse))
+    def visual(self, maps: Sequence[Tensor], grid: int) -> Tensor:
+        """Maps (fine, coarse, if need be another coarse one for the words) to `[B, grid * grid, hidden]`; a grid below
+        that of a map pools it first."""
+        pooled = [F.avg_pool2d(m, m.shape[-1] // grid) if m.shape[-1] > grid else m for m in maps]
+        return through_projector(self.neck(*pooled))
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -101,12 +100,10 @@ class Student(nn.Module):
         row, column = torch.tensor(at).T
         return states[row, column], torch.tensor([token for ts in tails for t in ts for token in t]), row
 
-    def loss(
-        self, examples: Sequence[Example], maps: tuple[Tensor, Tensor], grid: int, per_example: bool = False
-    ) -> Tensor:
+    def loss(self, examples: Sequence[Example], maps: Sequence[Tensor], grid: int, per_example: bool = False) -> Tensor:
         """Mean negative log-likelihood of an answer token; `per_example` lets a short answer count as a long one."""
         with torch.autocast("cpu", torch.bfloat16):
-            states, targets, owner = self.hidden(examples, self.visual(*maps, grid))
+            states, targets, owner = self.hidden(examples, self.visual(maps, grid))
             logits = self.lm.lm_head(states)
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
         return (losses / owner.bincount()[owner]).sum() / len(examples) if per_example else losses.mean()

@@ -104,7 +104,8 @@ class Trunk(nn.Module):
 class Neck(nn.Module):
     """Fine and coarse map to tokens `[B, cells, hidden]`, on the fine grid, row by row.
 
-    Also takes maps that were pooled by the same factor, which is how most of the training runs.
+    Also takes maps that were pooled by the same factor, which is how most of the training runs, and there another
+    coarse map for the words: `told`.
     """
 
     def __init__(self, hidden: int, width: int) -> None:
@@ -124,9 +125,10 @@ class Neck(nn.Module):
         self.coarse = nn.Linear(COARSE, width)
         self.out = nn.Linear(width, hidden)
 
-    def forward(self, fine: Tensor, coarse: Tensor) -> Tensor:
+    def forward(self, fine: Tensor, coarse: Tensor, told: Tensor | None = None) -> Tensor:
         cells = coarse.flatten(2).transpose(1, 2)
-        chances = (self.sharpness * self.classifier(cells).float()).softmax(-1)
+        named = cells if told is None else told.flatten(2).transpose(1, 2)
+        chances = (self.sharpness * self.classifier(named).float()).softmax(-1)
         words = self.gain * self.words(chances.to(cells.dtype))
         inner = self.coarse((cells - self.coarse_mean) / self.coarse_std)
         both = torch.cat([inner, words], -1).transpose(1, 2).reshape(len(cells), -1, *coarse.shape[2:])
