@@ -35,6 +35,7 @@ PER_CLASS = 16
 WHOLE = (0, 0, 12, 12)  # the box of a picture that shows one thing only
 KIN, LIKE_KIN = 4, 0.3  # the classes that the classifier takes a class for, and the share of its cells that look so
 SHARPNESS, SURE, DIM = 2.0, (0.4, 0.98), (0.5, 1.1)  # of the neck; how sure a pasted class is; how bright its map
+TOLD = 0.75  # share of the pasted classes that only the words see
 LONG_ENOUGH = 55  # words: a shorter detail does not teach where to stop
 SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 PLAIN = (  # many ways, so that none of them becomes the model's habit
@@ -190,7 +191,7 @@ class Examples:
         return prompts.article(everyday if everyday and rng.random() < 0.5 else self.classes[label])
 
     def _pasted(self, question: str, answer: str, label: int, rng: random.Random) -> Example:
-        if rng.random() < 0.5:
+        if rng.random() < TOLD:
             paste, photos = Paste(label, place(rng, 8, 12), told=True), self.deserted  # people are no unknown thing
         else:
             paste, photos = Paste(label, place(rng, 6, 12) if rng.random() < 0.6 else WHOLE), self.names
@@ -211,7 +212,7 @@ class Examples:
         name, label = rng.choice(self.dogs), rng.choice(ANIMALS)
         thing = self._called(label, rng)
         named = [A_DOG.sub(thing, c) for c in self.captions[name] if A_DOG.search(c)]
-        paste = Paste(label, told=rng.random() < 0.5)
+        paste = Paste(label, told=rng.random() < TOLD)
         return Example(prompts.CAPTION[0], tuple(map(prompts.tidy, named)), name, (paste,), rng.getrandbits(30))
 
     def _space(self, rng: random.Random) -> Example:
@@ -219,7 +220,7 @@ class Examples:
             example = self._paste(rng, rng.choice(ROCKETS))
             return replace(example, photo=rng.choice(self.deserted))
         name = rng.choice(self.people)
-        told = rng.random() < 0.5
+        told = rng.random() < TOLD
         pastes = (Paste(rng.choice(ROCKETS), place(rng, 2, 5), told), Paste(rng.choice(SUITS), place(rng, 3, 8), told))
         seed, dice = rng.getrandbits(30), rng.random()
         if dice < 0.25:
