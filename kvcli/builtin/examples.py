@@ -192,7 +192,7 @@ class Examples:
 
     def _pasted(self, question: str, answer: str, label: int, rng: random.Random) -> Example:
         if rng.random() < TOLD:
-            paste, photos = Paste(label, place(rng, 8, 12), told=True), self.deserted  # people are no unknown thing
+            paste, photos = Paste(label, place(rng, 8, 12), told=True), rng.choice((self.deserted, self.names))
         else:
             paste, photos = Paste(label, place(rng, 6, 12) if rng.random() < 0.6 else WHOLE), self.names
         return Example(question, (answer,), rng.choice(photos), (paste,), rng.getrandbits(30) & ~1)
