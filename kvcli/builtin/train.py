@@ -27,7 +27,7 @@ from kvcli.builtin.student import Student
 
 # share of the steps (and of those in the decay), grid, examples a step with short and with long answers
 GRIDS = ((0.82, 0.50, 6, 12, 8), (0.13, 0.30, 12, 6, 4), (0.05, 0.20, 24, 3, 2))
-SHORT = {"caption": 0.60, "swap": 0.08, "paste": 0.23, "label": 0.05, "space": 0.04}
+SHORT = {"caption": 0.70, "swap": 0.06, "paste": 0.16, "label": 0.05, "space": 0.03}
 LONG, TEXT = 0.14, 0.10
 RATES = {"lora": 4e-4, "neck": 8e-4}
 WARM_UP, CLIP = 30, 1.0
