@@ -47,8 +47,7 @@ def letters() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=prompts.CLOSE, eos_token=prompts.CLOSE)
 
 
-def student() -> Student:
-    torch.manual_seed(0)
+def language_model() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=300,
         hidden_size=32,
@@ -57,7 +56,12 @@ def student() -> Student:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    return Student(LlamaForCausalLM(config).eval(), letters(), Neck(32, 16))
+    return LlamaForCausalLM(config).eval()
+
+
+def student() -> Student:
+    torch.manual_seed(0)
+    return Student(language_model(), letters(), Neck(32, 16))
 
 
 def material(student: Student, small: tuple[Features, list[str], Path]) -> Examples:
@@ -143,15 +147,7 @@ def test_a_pasted_class_is_what_the_classifier_then_sees(
 @torch.no_grad()
 def test_merged_updates_equal_attached_ones() -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    plain, updated = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    plain, updated = language_model(), language_model()
     updated.load_state_dict(plain.state_dict())
     weights = lora.attach(updated.model)
     for value in weights.values():

@@ -30,8 +30,8 @@ from kvcli.builtin.gguf import Gguf, llama_state, tokenizer
 from kvcli.builtin.tower import Tower, TowerConfig, trunk_weights
 
 SHRINK = 2.0**-8  # the stock projector is gelu between two linear layers; so small a signal passes it almost unchanged
-REPETITION_PENALTY = 1.0
-NO_REPEAT = 4  # runs of so many tokens do not come twice: what keeps long stories from looping at so low a penalty
+REPETITION_PENALTY = 1.0  # a higher one drives short captions away from the words that people use
+NO_REPEAT = 4  # runs of so many tokens do not come twice: what keeps long stories from looping without a penalty
 SPARE_TOKEN = "<empty_output>"  # a special token of the language model that only code notebooks use
 
 

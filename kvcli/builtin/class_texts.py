@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvcli.builtin import build, prompts
 from kvcli.builtin.chats import sample
-from kvcli.builtin.everyday import OF_CLASS
+from kvcli.builtin.everyday import called
 
 # what the language model is asked, and how its answer begins
 KINDS = {
@@ -25,10 +25,9 @@ KINDS = {
 def rows(seed: int) -> list[tuple[int, str, str]]:
     """Class, kind and name with article: each class once in each kind, half of them by the everyday name if any."""
     rng, names, found = random.Random(seed), build.class_names(), []
-    for label, name in enumerate(names):
+    for label in range(len(names)):
         for kind in KINDS:
-            everyday = OF_CLASS.get(label)
-            found.append((label, kind, prompts.article(everyday if everyday and rng.random() < 0.5 else name)))
+            found.append((label, kind, called(label, names, rng)))
     rng.shuffle(found)
     return found
 

@@ -6,6 +6,11 @@ the everyday one.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
+from kvcli.builtin import prompts
+
 EVERYDAY: dict[str, tuple[int | range, ...]] = {
     "fish": (0, 1, range(389, 398)),
     "shark": (range(2, 5),),
@@ -83,3 +88,9 @@ OF_CLASS: dict[int, str] = {
     for index in (place if isinstance(place, range) else (place,))
 }
 """Class index -> its everyday name, for the classes that have one."""
+
+
+def called(label: int, classes: Sequence[str], rng: random.Random) -> str:
+    """A class with its article: by its name in `classes`, or as often by its everyday one where it has one."""
+    everyday = OF_CLASS.get(label)
+    return prompts.article(everyday if everyday and rng.random() < 0.5 else classes[label])

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvcli.builtin import prompts
-from kvcli.builtin.everyday import OF_CLASS
+from kvcli.builtin.everyday import called
 from kvcli.builtin.features import Features
 from kvcli.builtin.tower import CLASSES, Neck
 
@@ -50,7 +50,7 @@ PLAIN = (  # many ways, so that none of them becomes the model's habit
 )
 A_PERSON = re.compile(r"\ba (man|woman|person|boy|girl)\b", re.IGNORECASE)
 PEOPLE = re.compile(
-    r"\b(man|men|woman|women|person|people|boys?|girls?|child(ren)?|player|rider|kids?)\b", re.IGNORECASE
+    r"\b(man|men|woman|women|person|people|boys?|girls?|child(ren)?|players?|riders?|kids?)\b", re.IGNORECASE
 )
 A_DOG = re.compile(r"\b(a|the) dog\b(?!s)", re.IGNORECASE)
 
@@ -182,13 +182,8 @@ class Examples:
 
     def _label(self, rng: random.Random) -> Example:
         label = rng.choice(list(self.sure))
-        name, thing = rng.choice(self.sure[label]), self._called(label, rng)
+        name, thing = rng.choice(self.sure[label]), called(label, self.classes, rng)
         return Example(rng.choice(prompts.LABEL), (capital(f"{thing}."),), name, seed=rng.getrandbits(30))
-
-    def _called(self, label: int, rng: random.Random) -> str:
-        """A class with its article: by the name that the tower has for it, or by the one that people use."""
-        everyday = OF_CLASS.get(label)
-        return prompts.article(everyday if everyday and rng.random() < 0.5 else self.classes[label])
 
     def _pasted(self, question: str, answer: str, label: int, rng: random.Random) -> Example:
         if rng.random() < TOLD:
@@ -199,7 +194,7 @@ class Examples:
 
     def _paste(self, rng: random.Random, label: int | None = None) -> Example:
         label = rng.randrange(CLASSES) if label is None else label
-        thing = self._called(label, rng)
+        thing = called(label, self.classes, rng)
         if rng.random() < 0.25:
             return self._pasted(rng.choice(prompts.LABEL), capital(f"{thing}."), label, rng)
         if rng.random() < 0.4:  # the start of a longer text, which the language model can go on with by itself
@@ -210,7 +205,7 @@ class Examples:
 
     def _swap(self, rng: random.Random) -> Example:
         name, label = rng.choice(self.dogs), rng.choice(ANIMALS)
-        thing = self._called(label, rng)
+        thing = called(label, self.classes, rng)
         named = [A_DOG.sub(thing, c) for c in self.captions[name] if A_DOG.search(c)]
         paste = Paste(label, told=rng.random() < TOLD)
         return Example(prompts.CAPTION[0], tuple(map(prompts.tidy, named)), name, (paste,), rng.getrandbits(30))
@@ -286,7 +281,10 @@ class Examples:
         return result
 
     def _missing(self, cells: Tensor, labels: Tensor, aim: Tensor) -> Tensor:
-        """How far to go along each class's direction for a sharpened probability of `aim`."""
+        """How far to go along each class's direction for a sharpened probability of `aim`.
+
+        `cells` `[N, 1280]`; `labels`, `aim` and the result `[N]`.
+        """
         scores = SHARPNESS * self.classifier(cells)
         own = scores.gather(1, labels[:, None])[:, 0]
         others = scores.scatter(1, labels[:, None], -torch.inf).logsumexp(-1)
