@@ -26,13 +26,21 @@ ASK = (
     "Why do people care about {}?",
     "What should I know before I learn about {}?",
     "How has {} changed over time?",
+    "Give me three tips about {}.",
+    "Tell me about {}.",
+    "What is the difference between {} and something like it?",
+    "Where do I find {}, and what for?",
 )
 ABOUT = """
     gravity, a lighthouse, music, the ocean, friendship, a bicycle, bread, photosynthesis, a dragon, winter,
     money, chess, a robot, coffee, the city of London, a garden, time, a volcano, football, an old book, the Sun,
     a train, democracy, honey, sleep, the Roman Empire, a computer, mathematics, a school, rain, a letter,
     electricity, an elephant, cooking, a bridge, language, a doctor, the desert, painting, a clock, trust, a
-    river, birds, a map, fire, the future, a mountain, salt, the Internet, a mirror
+    river, birds, a map, fire, the future, a mountain, salt, the Internet, a mirror, rice, a wolf, spring,
+    the capital of Japan, a horse, soup, a lost dog, the stars, a ghost, glass, an orange, the sky at night,
+    exercise, a boat, patience, paper, the human heart, a spider, tea, snow, Mars, a violin, a wedding, the
+    color red, fear, a secret door, an island, cheese, the president, a tree, an airplane, wool, history,
+    vitamins, a queen, the wind, a small town, dinosaurs, the weather, a pair of shoes, luck, a ladder, the brain
 """
 
 
@@ -59,7 +67,7 @@ def sample(asked: Sequence[str], tokens: int, batch: int, seed: int) -> Iterator
 def main(arguments: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(prog="python -m kvcli.builtin.chats", description=__doc__.splitlines()[0])
     p.add_argument("--out", type=Path, required=True, help="JSON lines: q, s")
-    p.add_argument("--count", type=int, default=400)
+    p.add_argument("--count", type=int, help="only so many of the questions")
     p.add_argument("--tokens", type=int, default=80, help="longest answer")
     p.add_argument("--batch", type=int, default=40)
     p.add_argument("--seed", type=int, default=0)

@@ -29,6 +29,7 @@ from kvcli.builtin.features import Features
 from kvcli.builtin.tower import CLASSES, Neck
 
 DOGS, ANIMALS = slice(151, 269), range(398)
+NEAREST = 9  # cells of 12: as near as a photo is looked at
 ROCKETS = (657, 744, 812)  # missile, projectile, space shuttle
 SUITS = (450, 518, 560, 570, 701)  # bobsled, crash helmet, football helmet, gasmask, parachute
 PER_CLASS = 16
@@ -72,7 +73,8 @@ class Paste:
 class Example:
     """A question and its answers, each true alone. `photo` None: no picture.
 
-    `stop` False: the text was cut somewhere, so nothing is learned about where it ends.
+    `stop` False: the text was cut somewhere, so nothing is learned about where it ends. `window`: top, left and side,
+    in coarse cells, of what is seen of the photo, None: all; the same photo then never looks the same twice.
     """
 
     question: str
@@ -81,6 +83,7 @@ class Example:
     pastes: tuple[Paste, ...] = ()
     seed: int = 0
     stop: bool = True
+    window: tuple[int, int, int] | None = None
 
     @property
     def flip(self) -> bool:
@@ -170,7 +173,8 @@ class Examples:
     def _caption(self, rng: random.Random) -> Example:
         name = rng.choice(self.names)
         question = prompts.CAPTION[0] if rng.random() < 0.7 else rng.choice(prompts.CAPTION)
-        return Example(question, tuple(map(prompts.tidy, self.captions[name])), name, seed=rng.getrandbits(30))
+        answers = tuple(map(prompts.tidy, self.captions[name]))
+        return Example(question, answers, name, seed=rng.getrandbits(30), window=look(rng))
 
     def _long(self, rng: random.Random) -> Example:
         row = rng.choice(self.long)
@@ -178,7 +182,7 @@ class Examples:
         if "c" in row:
             return replace(self._pasted(question, row["s"], row["c"], rng), stop=False)
         stop = row["k"] == "detail" and len(row["s"].split()) >= LONG_ENOUGH
-        return Example(question, (row["s"],), row["n"], seed=rng.getrandbits(30), stop=stop)
+        return Example(question, (row["s"],), row["n"], seed=rng.getrandbits(30), stop=stop, window=look(rng))
 
     def _label(self, rng: random.Random) -> Example:
         label = rng.choice(list(self.sure))
@@ -216,7 +220,8 @@ class Examples:
             return replace(example, photo=rng.choice(self.deserted))
         name = rng.choice(self.people)
         told = rng.random() < TOLD
-        pastes = (Paste(rng.choice(ROCKETS), place(rng, 2, 5), told), Paste(rng.choice(SUITS), place(rng, 3, 8), told))
+        suits = [Paste(label, place(rng, 2, 6), told) for label in rng.sample(SUITS, rng.randint(1, 3))]
+        pastes = (Paste(rng.choice(ROCKETS), place(rng, 2, 5), told), *suits)
         seed, dice = rng.getrandbits(30), rng.random()
         if dice < 0.25:
             start = ("The photo shows an astronaut",)
@@ -236,8 +241,11 @@ class Examples:
         fine, coarse = self.features.maps([e.photo or self.names[0] for e in examples])
         told = coarse.clone()
         for i, example in enumerate(examples):
+            if example.window:
+                fine[i], coarse[i] = nearer(fine[i], 2, example.window), nearer(coarse[i], 1, example.window)
+                told[i] = coarse[i]
             for number, paste in enumerate(example.pastes):
-                told[i] = self._with_class(told[i], paste.label, paste.box, example.seed + number)
+                told[i] = self._with_class(told[i], paste.label, paste.box, example.seed + number, dim=number == 0)
                 if not paste.told:
                     coarse[i] = told[i]
             if example.flip:
@@ -245,11 +253,13 @@ class Examples:
         return fine, coarse, told
 
     @torch.no_grad()
-    def _with_class(self, coarse: Tensor, label: int, box: tuple[int, int, int, int] | None, seed: int) -> Tensor:
+    def _with_class(
+        self, coarse: Tensor, label: int, box: tuple[int, int, int, int] | None, seed: int, *, dim: bool
+    ) -> Tensor:
         """`coarse` `[1280, 12, 12]` with cells that the classifier takes for the class, more or less surely.
 
-        The whole map is dimmed, and the cells are as bright as what they replace: features of pictures from outside
-        the training photos are fainter than theirs, and a class that shines is believed only when it shines.
+        The whole map is dimmed (`dim`), and the cells are as bright as what they replace: features of pictures from
+        outside the training photos are fainter than theirs, and a class that shines is believed only when it shines.
         """
         draw = torch.Generator().manual_seed(seed)
 
@@ -263,7 +273,7 @@ class Examples:
         else:
             top, left, high, wide = box
             where[top : top + high, left : left + wide] = True
-            coarse = coarse * between(*DIM)
+            coarse = coarse * between(*DIM) if dim else coarse
         before, count = coarse[:, where].T, int(where.sum())
         labels = torch.full((count,), label)
         unsure = torch.rand(count, generator=draw) < between(0, 2 * LIKE_KIN)
@@ -298,6 +308,19 @@ def kin(direction: Tensor) -> Tensor:
     looks like them in places."""
     alike = direction @ direction.T
     return alike.fill_diagonal_(-1).topk(KIN, 1).indices
+
+
+def nearer(cells: Tensor, scale: int, window: tuple[int, int, int]) -> Tensor:
+    """A window of `[C, H, W]`, `scale` cells to a coarse one, drawn as large as the whole."""
+    top, left, side = (number * scale for number in window)
+    cut = cells[None, :, top : top + side, left : left + side]
+    return torch.nn.functional.interpolate(cut, cells.shape[1:], mode="bilinear", align_corners=False)[0]
+
+
+def look(rng: random.Random) -> tuple[int, int, int]:
+    """A window anywhere in a photo."""
+    side = rng.randint(NEAREST, 12)
+    return rng.randint(0, 12 - side), rng.randint(0, 12 - side), side
 
 
 def place(rng: random.Random, low: int, high: int) -> tuple[int, int, int, int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 SCALE = 2.0
+DROPOUT = 0.1  # share of the inner values of an update that a training step leaves out
 PLACES = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
 PLACES |= {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
 RANKS = {"q": 16, "k": 16, "v": 16, "o": 16, "gate": 10, "up": 10, "down": 10}
@@ -30,6 +31,7 @@ class Update(nn.Module):
         if not Update.on:
             return y
         inner = nn.functional.linear(x.flatten(0, -2), self.a.to(x.dtype))
+        inner = nn.functional.dropout(inner, DROPOUT, self.training)
         return torch.addmm(y.flatten(0, -2), inner, (SCALE * self.b).to(x.dtype).T).view_as(y)
 
 
@@ -40,7 +42,7 @@ def attach(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, path in PLACES.items():
             parent, leaf = path.split(".")
             home = getattr(layer, parent)
-            update = Update(getattr(home, leaf), RANKS[name])
+            update = Update(getattr(home, leaf), RANKS[name]).train(home.training)
             setattr(home, leaf, update)
             parameters[f"lora.{number}.{name}.a"] = update.a
             parameters[f"lora.{number}.{name}.b"] = update.b

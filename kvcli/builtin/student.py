@@ -17,7 +17,11 @@ from torch.nn import functional as F
 from kvcli.builtin import lora, prompts
 from kvcli.builtin.build import SHRINK
 from kvcli.builtin.examples import Example
+from kvcli.builtin.figures import IGNORED, WORD, words
 from kvcli.builtin.tower import Neck
+
+
+LONELY = 0.6  # what a word counts that nobody else used of the same picture
 
 
 def through_projector(tokens: Tensor) -> Tensor:
@@ -40,6 +44,7 @@ class Student(nn.Module):
                 self.trainable[f"neck.{name}"] = parameter.requires_grad_(True)
         self.trainable |= updates
         self.fixed = {f"neck.{name}": value for name, value in neck.named_buffers()}
+        self.eval()
 
     def weights(self) -> dict[str, Tensor]:
         """What the weights file holds, in float32."""
@@ -62,6 +67,19 @@ class Student(nn.Module):
 
     def _tails(self, example: Example) -> list[list[int]]:
         return [self._ids(answer + prompts.CLOSE * example.stop) for answer in example.answers]
+
+    def _counts(self, example: Example) -> list[float]:
+        """What each token of the answers counts: less, where several people answered, in a word of one of them only.
+        Of what can be said the model then tends to what people agree on."""
+        counts = []
+        for number, answer in enumerate(example.answers):
+            others = {w for i, text in enumerate(example.answers) if i != number for w in words(text)}
+            lonely = [m.span() for m in WORD.finditer(answer.lower()) if m[0] not in others | IGNORED]
+            lonely = lonely if len(example.answers) > 1 else []
+            text = answer + prompts.CLOSE * example.stop
+            places = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            counts += [LONELY if any(a < end and start < b for a, b in lonely) else 1.0 for start, end in places]
+        return counts
 
     def hidden(self, examples: Sequence[Example], visual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Last hidden states that predict the answers, the answers' tokens, and the example of each token.
@@ -101,11 +119,15 @@ class Student(nn.Module):
         return states[row, column], torch.tensor([token for ts in tails for t in ts for token in t]), row
 
     def loss(self, examples: Sequence[Example], maps: Sequence[Tensor], grid: int, per_example: bool = False) -> Tensor:
-        """Mean negative log-likelihood of an answer token; `per_example` lets a short answer count as a long one."""
+        """Mean negative log-likelihood of an answer token; `per_example` lets a short answer count as a long one.
+
+        While training, with dropout, and words count as `_counts` has it."""
         with torch.autocast("cpu", torch.bfloat16):
             states, targets, owner = self.hidden(examples, self.visual(maps, grid))
             logits = self.lm.lm_head(states)
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
+        if self.training:
+            losses = losses * torch.tensor([count for e in examples for count in self._counts(e)])
         return (losses / owner.bincount()[owner]).sum() / len(examples) if per_example else losses.mean()
 
     def text_loss(self, examples: Sequence[Example]) -> Tensor:
@@ -121,6 +143,7 @@ class Student(nn.Module):
     @torch.no_grad()
     def mean_loss(self, examples: Sequence[Example], maps: Any, grid: int, batch: int = 10) -> float:
         """Loss per token over all answer tokens of `examples`; `maps(chunk)` gives their maps."""
+        self.eval()
         total, count = 0.0, 0
         for start in range(0, len(examples), batch):
             chunk = examples[start : start + batch]

@@ -28,6 +28,7 @@ STAGES = (
     (6, 320, 1, 3, 1),
 )
 STEM, FINE, COARSE, CLASSES = 32, 112, 1280, 1000
+DROPOUT = 0.2  # share of the neck's inner features that a picture goes without while training
 
 
 class TowerConfig(PretrainedConfig):
@@ -135,7 +136,10 @@ class Neck(nn.Module):
         both = nn.functional.interpolate(both, size=fine.shape[2:], mode="bilinear", align_corners=False)
         inner, words = torch.split(both.flatten(2).transpose(1, 2), [inner.shape[-1], words.shape[-1]], -1)
         edges = (fine.flatten(2).transpose(1, 2) - self.fine_mean) / self.fine_std
-        tokens: Tensor = self.out(nn.functional.gelu(inner + self.fine(edges))) + words
+        inner = nn.functional.gelu(inner + self.fine(edges))
+        if self.training:  # the same features in all cells, or the other cells would tell what is missing
+            inner = inner * nn.functional.dropout(torch.ones_like(inner[:, :1]), DROPOUT)
+        tokens: Tensor = self.out(inner) + words
         return tokens
 
 
