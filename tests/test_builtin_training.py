@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvcli.builtin import chats, class_texts, lora, prompts, train
 from kvcli.builtin.examples import Bank, Example, Examples, Paste
 from kvcli.builtin.features import Features
-from kvcli.builtin.student import Student
+from kvcli.builtin.student import LONELY, Student
 from kvcli.builtin.tower import Neck, Trunk
 
 
@@ -214,6 +215,84 @@ def test_every_class_gets_a_detail_and_a_story() -> None:
     ]
     assert rows == class_texts.rows(seed=1) != class_texts.rows(seed=2)
     assert all(thing.split()[0] in ("a", "an") for *_, thing in rows)
+
+
+def test_a_photo_seen_through_a_window(
+    small: tuple[Features, list[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On maps that hold their own row and column the corners tell which window was taken."""
+    examples = material(student(), small)
+
+    def places(side: int, channels: int) -> torch.Tensor:
+        grid = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")).float()
+        return grid.repeat(1, channels // 2, 1, 1)
+
+    monkeypatch.setattr(examples.features, "maps", lambda _: (places(24, 112), places(12, 1280)))
+    drawn = Example("What?", ("Dots.",), small[1][1], window=(2, 3, 9))
+    fine, coarse, told = examples.maps([drawn])
+    assert fine.shape == (1, 112, 24, 24)
+    assert coarse[0, :2, 0, 0].tolist() == [2, 3]
+    assert coarse[0, :2, -1, -1].tolist() == [2 + 8, 3 + 8]
+    assert fine[0, :2, 0, 0].tolist() == [4, 6]
+    assert fine[0, :2, -1, -1].tolist() == [4 + 17, 6 + 17]
+    assert torch.equal(coarse, told)
+    assert torch.equal(examples.maps([replace(drawn, window=(0, 0, 12))])[0], places(24, 112))
+
+
+def test_windows_lie_inside_the_photo_and_differ(small: tuple[Features, list[str], Path]) -> None:
+    examples, rng = material(student(), small), random.Random(0)
+    windows = {examples.draw("caption", rng).window for _ in range(200)}
+    assert len(windows) > 20
+    assert all(w and min(w) >= 0 and max(w[0], w[1]) + w[2] <= 12 for w in windows)
+
+
+@torch.no_grad()
+def test_dropout_only_while_training(small: tuple[Features, list[str], Path]) -> None:
+    pupil = student()
+    for name, value in pupil.trainable.items():
+        if name.endswith(".b"):
+            value.copy_(torch.randn(value.shape))
+    visual = [pupil.visual(small[0].maps(small[1][:1]), 6) for _ in range(2)]
+    ids = torch.arange(20)[None]
+    plain = [pupil.lm(ids).logits for _ in range(2)]
+    pupil.train()
+    assert not torch.equal(pupil.visual(small[0].maps(small[1][:1]), 6), visual[0])
+    assert not torch.equal(pupil.lm(ids).logits, plain[0])
+    assert torch.equal(*visual)
+    assert torch.equal(*plain)
+
+
+@torch.no_grad()
+def test_a_word_of_one_person_alone_counts_less(small: tuple[Features, list[str], Path]) -> None:
+    """The two answers differ in "dogs" and "cats" alone; what the others of the picture say must not be lonely."""
+    pupil = student()
+    examples = material(pupil, small)
+    answers = ("The dogs run.", "The cats run.", "The dogs run.")
+    drawn = [Example("What?", answers, small[1][0])]
+    maps = examples.maps(drawn)
+    states, targets, _ = pupil.hidden(drawn, pupil.visual(maps, 6))
+    losses = torch.nn.functional.cross_entropy(pupil.lm.lm_head(states).float(), targets, reduction="none")
+    length = len("The dogs run.") + 1  # one token a letter, and the stop
+    lonely = torch.ones(3 * length)
+    lonely[length + 4 : length + 8] = LONELY  # "cats"
+    pupil.training = True  # the student alone: no dropout in its parts
+    assert float(pupil.loss(drawn, maps, 6)) == pytest.approx(float((losses * lonely).mean()), rel=2e-2)  # bfloat16
+    counts = pupil._counts(drawn[0])
+    assert counts == pytest.approx(lonely.tolist())
+
+
+def test_what_is_written_is_the_average(small: tuple[Features, list[str], Path], tmp_path: Path) -> None:
+    pupil = student()
+    examples = material(pupil, small)
+    held_out = [Example("What?", ("Dots.",), small[1][0])]
+    each = options(tmp_path, 3)
+    each.save, each.decay, each.rate = 0, 0, 30.0
+    seen = [pupil.weights() for _ in train.run(pupil, examples, held_out, each)][:3]
+    written = load_file(each.out)
+    for name in pupil.trainable:
+        mean = torch.stack([weights[name] for weights in seen]).mean(0)
+        torch.testing.assert_close(written[name].float(), mean, rtol=1e-2, atol=1e-4)  # half precision
+    assert any(not torch.allclose(written[n].float(), seen[-1][n], rtol=1e-2, atol=1e-4) for n in pupil.trainable)
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from kvcli.builtin.examples import Example
 from kvcli.builtin.figures import IGNORED, WORD, words
 from kvcli.builtin.tower import Neck
 
-
 LONELY = 0.6  # what a word counts that nobody else used of the same picture
 
 
