@@ -7,6 +7,7 @@ nothing of files or schedules. `build.py` makes the stock checkpoint of the same
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from kvcli.builtin import lora, prompts
 from kvcli.builtin.build import SHRINK
 from kvcli.builtin.examples import Example
-from kvcli.builtin.figures import IGNORED, WORD, words
+from kvcli.builtin.figures import WORD, content_words, words
 from kvcli.builtin.tower import Neck
 
 LONELY = 0.6  # what a word counts that nobody else used of the same picture
@@ -68,16 +69,21 @@ class Student(nn.Module):
         return [self._ids(answer + prompts.CLOSE * example.stop) for answer in example.answers]
 
     def _counts(self, example: Example) -> list[float]:
-        """What each token of the answers counts: less, where several people answered, in a word of one of them only.
-        Of what can be said the model then tends to what people agree on."""
+        """What each token of the answers counts: 1, but where several people answered, an answer counts as much as the
+        others use its content words, and a word of one person alone counts `LONELY` of that. Of all that can be said
+        the model then tends to what people agree on."""
+        said = [content_words(answer) for answer in example.answers]
+        used = Counter(word for answer in example.answers for word in set(words(answer)))
+        shared = [sum(used[w] > 1 for w in ws) / len(ws) if ws else 0.0 for ws in said]
+        several, mean = len(said) > 1, sum(shared) / len(shared)
         counts = []
-        for number, answer in enumerate(example.answers):
-            others = {w for i, text in enumerate(example.answers) if i != number for w in words(text)}
-            lonely = [m.span() for m in WORD.finditer(answer.lower()) if m[0] not in others | IGNORED]
-            lonely = lonely if len(example.answers) > 1 else []
+        for answer, ws, share in zip(example.answers, said, shared, strict=True):
+            weight = share / mean if several and mean else 1.0
+            lonely = [m.span() for m in WORD.finditer(answer.lower()) if several and m[0] in ws and used[m[0]] == 1]
             text = answer + prompts.CLOSE * example.stop
             places = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-            counts += [LONELY if any(a < end and start < b for a, b in lonely) else 1.0 for start, end in places]
+            alone = [any(first < end and start < last for first, last in lonely) for start, end in places]
+            counts += [weight * (LONELY if a else 1.0) for a in alone]
         return counts
 
     def hidden(self, examples: Sequence[Example], visual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
