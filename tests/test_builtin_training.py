@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from kvcli.builtin import chats, class_texts, lora, prompts, train
 from kvcli.builtin.examples import Bank, Example, Examples, Paste
 from kvcli.builtin.features import Features
-from kvcli.builtin.student import LONELY, Student
+from kvcli.builtin.student import Student
 from kvcli.builtin.tower import Neck, Trunk
 
 
@@ -260,23 +260,6 @@ def test_dropout_only_while_training(small: tuple[Features, list[str], Path]) ->
     assert not torch.equal(pupil.lm(ids).logits, plain[0])
     assert torch.equal(*visual)
     assert torch.equal(*plain)
-
-
-@torch.no_grad()
-def test_what_people_agree_on_counts_more(small: tuple[Features, list[str], Path]) -> None:
-    """ "The dogs run." shares all its words with another answer, "The cats run." one of two; the mean is 5 sixths."""
-    pupil = student()
-    examples = material(pupil, small)
-    drawn = [Example("What?", ("The dogs run.", "The cats run.", "The dogs run."), small[1][0])]
-    maps = examples.maps(drawn)
-    states, targets, _ = pupil.hidden(drawn, pupil.visual(maps, 6))
-    losses = torch.nn.functional.cross_entropy(pupil.lm.lm_head(states).float(), targets, reduction="none")
-    length = len("The dogs run.") + 1  # one token a letter, and the stop
-    counts = torch.full((3 * length,), 6 / 5)
-    counts[length : 2 * length] = 3 / 5
-    counts[length + 4 : length + 8] *= LONELY  # "cats"
-    pupil.training = True  # the student alone: no dropout in its parts
-    assert float(pupil.loss(drawn, maps, 6)) == pytest.approx(float((losses * counts).mean()), rel=5e-3)
 
 
 def test_what_is_written_is_the_average(small: tuple[Features, list[str], Path], tmp_path: Path) -> None:

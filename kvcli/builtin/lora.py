@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 SCALE = 2.0
-DROPOUT = 0.1  # share of the inner values of an update that a training step leaves out
+DROPOUT = 0.2  # share of the inner values of an update that a training step leaves out
 PLACES = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
 PLACES |= {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
 RANKS = {"q": 16, "k": 16, "v": 16, "o": 16, "gate": 10, "up": 10, "down": 10}

@@ -7,7 +7,6 @@ nothing of files or schedules. `build.py` makes the stock checkpoint of the same
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +17,9 @@ from torch.nn import functional as F
 from kvcli.builtin import lora, prompts
 from kvcli.builtin.build import SHRINK
 from kvcli.builtin.examples import Example
-from kvcli.builtin.figures import WORD, content_words, words
 from kvcli.builtin.tower import Neck
 
-LONELY = 0.6  # what a word counts that nobody else used of the same picture
+FORGOTTEN = 0.15  # share of an answer's words so far that training hides, so that the picture is asked, not the memory
 
 
 def through_projector(tokens: Tensor) -> Tensor:
@@ -68,24 +66,6 @@ class Student(nn.Module):
     def _tails(self, example: Example) -> list[list[int]]:
         return [self._ids(answer + prompts.CLOSE * example.stop) for answer in example.answers]
 
-    def _counts(self, example: Example) -> list[float]:
-        """What each token of the answers counts: 1, but where several people answered, an answer counts as much as the
-        others use its content words, and a word of one person alone counts `LONELY` of that. Of all that can be said
-        the model then tends to what people agree on."""
-        said = [content_words(answer) for answer in example.answers]
-        used = Counter(word for answer in example.answers for word in set(words(answer)))
-        shared = [sum(used[w] > 1 for w in ws) / len(ws) if ws else 0.0 for ws in said]
-        several, mean = len(said) > 1, sum(shared) / len(shared)
-        counts = []
-        for answer, ws, share in zip(example.answers, said, shared, strict=True):
-            weight = share / mean if several and mean else 1.0
-            lonely = [m.span() for m in WORD.finditer(answer.lower()) if several and m[0] in ws and used[m[0]] == 1]
-            text = answer + prompts.CLOSE * example.stop
-            places = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-            alone = [any(first < end and start < last for first, last in lonely) for start, end in places]
-            counts += [weight * (LONELY if a else 1.0) for a in alone]
-        return counts
-
     def hidden(self, examples: Sequence[Example], visual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Last hidden states that predict the answers, the answers' tokens, and the example of each token.
 
@@ -115,6 +95,8 @@ class Student(nn.Module):
                 position[i, start:stop] = torch.arange(begin, begin + len(tail))
                 at += [(i, begin - 1), *((i, place) for place in range(start, stop - 1))]
                 start = stop
+        if self.training and visual is not None:
+            inputs = inputs.masked_fill(((branch > 0) & (torch.rand(branch.shape) < FORGOTTEN))[..., None], 0)
         sees = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
         mask = torch.zeros(sees.shape, dtype=inputs.dtype).masked_fill(~sees.tril(), torch.finfo(inputs.dtype).min)
         states = self.lm.model(
@@ -126,13 +108,11 @@ class Student(nn.Module):
     def loss(self, examples: Sequence[Example], maps: Sequence[Tensor], grid: int, per_example: bool = False) -> Tensor:
         """Mean negative log-likelihood of an answer token; `per_example` lets a short answer count as a long one.
 
-        While training, with dropout, and words count as `_counts` has it."""
+        While training, with dropout and hidden words."""
         with torch.autocast("cpu", torch.bfloat16):
             states, targets, owner = self.hidden(examples, self.visual(maps, grid))
             logits = self.lm.lm_head(states)
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
-        if self.training:
-            losses = losses * torch.tensor([count for e in examples for count in self._counts(e)])
         return (losses / owner.bincount()[owner]).sum() / len(examples) if per_example else losses.mean()
 
     def text_loss(self, examples: Sequence[Example]) -> Tensor:

@@ -28,7 +28,7 @@ STAGES = (
     (6, 320, 1, 3, 1),
 )
 STEM, FINE, COARSE, CLASSES = 32, 112, 1280, 1000
-DROPOUT = 0.2  # share of the neck's inner features that a picture goes without while training
+DROPOUT = 0.3  # share of the neck's inner features that a picture goes without while training
 
 
 class TowerConfig(PretrainedConfig):

@@ -27,9 +27,16 @@ from kvcli.builtin.features import SHAPES, Features
 from kvcli.builtin.student import Student
 
 # share of the steps (and of those in the decay), grid, examples a step with short and with long answers
-GRIDS = ((0.84, 0.60, 6, 12, 8), (0.12, 0.28, 12, 6, 4), (0.04, 0.12, 24, 3, 2))
-SHORT = {"caption": 0.70, "swap": 0.06, "paste": 0.14, "label": 0.05, "space": 0.05}
-LONG, TEXT = 0.13, 0.14
+GRIDS = ((0.84, 0.74, 6, 12, 8), (0.12, 0.19, 12, 6, 4), (0.04, 0.07, 24, 3, 2))
+# share of the short answers, and in the decay: what pasted classes cost the captions is then taken back
+SHORT = {
+    "caption": (0.70, 0.84),
+    "swap": (0.06, 0.02),
+    "paste": (0.14, 0.08),
+    "label": (0.05, 0.03),
+    "space": (0.05, 0.03),
+}
+LONG, TEXT = 0.12, 0.12
 RATES = {"lora": 4e-4, "neck": 8e-4}
 SHRINK = 0.1  # weight decay of the matrices
 WARM_UP, CLIP = 30, 1.0
@@ -45,7 +52,7 @@ def plan(step: int, seed: int, late: bool, examples: Examples) -> tuple[str, int
         return "text", 0, [examples.draw("text", rng) for _ in range(6)]
     if dice < TEXT + LONG and "long" in examples.kinds:
         return "long", grid, [examples.draw("long", rng) for _ in range(long)]
-    shares = {kind: share for kind, share in SHORT.items() if kind in examples.kinds}
+    shares = {kind: share[late] for kind, share in SHORT.items() if kind in examples.kinds}
     kinds = rng.choices(list(shares), list(shares.values()), k=short)
     return "short", grid, [examples.draw(kind, rng) for kind in kinds]
 
