@@ -383,11 +383,13 @@ def test_the_checkpoint_is_stock_and_says_what_training_saw(pulled: Path, monkey
     assert int((batch["input_ids"] == model.config.image_token_id).sum()) == 576
     text, encoder = build.language_model()
     pupil = Student(text, encoder, build.vision_tower(text, encoder).neck)
-    pupil.load(load_file(builtin.WEIGHTS))
+    weights = load_file(builtin.WEIGHTS)
+    pupil.load(weights)
     length = len(encoder(answer + prompts.CLOSE)["input_ids"])
     with torch.inference_mode():
         logits = model(**batch).logits[0, -length - 1 : -1]
-        stock = float(F.cross_entropy(logits, batch["input_ids"][0, -length:]))
+        calm = weights[build.TEMPERATURE].float()  # fitted after the training
+        stock = float(F.cross_entropy(logits * calm, batch["input_ids"][0, -length:]))
         maps = model.model.vision_tower.trunk(batch["pixel_values"])
         trained = float(pupil.loss([Example("Describe the image.", (answer,), None)], maps, 24))
     assert trained == pytest.approx(stock, rel=3e-2)  # the student runs in bfloat16

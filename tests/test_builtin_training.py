@@ -7,6 +7,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvcli.builtin import chats, class_texts, lora, prompts, train
+from kvcli.builtin import chats, class_texts, finish, lora, prompts, train
 from kvcli.builtin.examples import Bank, Example, Examples, Paste
 from kvcli.builtin.features import Features
 from kvcli.builtin.student import Student
@@ -274,6 +275,36 @@ def test_what_is_written_is_the_average(small: tuple[Features, list[str], Path],
         mean = torch.stack([weights[name] for weights in seen]).mean(0)
         torch.testing.assert_close(written[name].float(), mean, rtol=1e-2, atol=1e-4)  # half precision
     assert any(not torch.allclose(written[n].float(), seen[-1][n], rtol=1e-2, atol=1e-4) for n in pupil.trainable)
+
+
+def test_the_average_of_states_weighs_their_shares() -> None:
+    states = [{"a": torch.tensor([1.0, 2.0]), "temperature": torch.tensor(9.0)}, {"a": torch.tensor([5.0, 2.0])}]
+    assert finish.average(states, (3, 1))["a"].tolist() == [2.0, 2.0]
+    assert "temperature" not in finish.average(states, (1, 1))  # one fits the state that it was fitted to
+
+
+@torch.no_grad()
+def test_the_temperature_finds_how_much_too_sure_a_model_is(small: tuple[Features, list[str], Path]) -> None:
+    """Words drawn from the model itself have temperature 1; once its logits are 1.3 times as large, 1.3."""
+    pupil = student()
+    pupil.lm.lm_head.weight.normal_(std=0.5)
+    examples = material(pupil, small)
+    rows = [Example("What?", ("x" * 400,), name) for name in small[1][:2]]
+    torch.manual_seed(0)
+
+    class Drawn(Student):
+        """Answers as drawn from the model's own probabilities."""
+
+        def hidden(self, examples: Any, visual: Any) -> Any:
+            states, _, owner = super().hidden(examples, visual)
+            scores = self.lm.lm_head(states).float() / torch.tensor(too_sure)
+            return states, torch.distributions.Categorical(logits=scores).sample(), owner
+
+    pupil.__class__ = Drawn
+    for too_sure in (1.0, 1.3):
+        found, before, after = finish.temperature(pupil, rows * 3, examples.maps)
+        assert found == pytest.approx(too_sure, abs=0.08)
+        assert after <= before
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from kvcli.builtin.tower import Tower, TowerConfig, trunk_weights
 SHRINK = 2.0**-8  # the stock projector is gelu between two linear layers; so small a signal passes it almost unchanged
 REPETITION_PENALTY = 1.0  # a higher one drives short captions away from the words that people use
 NO_REPEAT = 4  # runs of so many tokens do not come twice: what keeps long stories from looping without a penalty
+TEMPERATURE = "temperature"  # name in the weights file of what the logits are divided by, in the last norm's weight
 SPARE_TOKEN = "<empty_output>"  # a special token of the language model that only code notebooks use
 
 
@@ -120,6 +121,7 @@ def assemble(language: Path | None, vision: Path | None, weights: dict[str, Tens
     tower.load_state_dict(neck, strict=False)
     state = text.state_dict()
     lora.merge(state, weights)
+    state["model.norm.weight"] = state["model.norm.weight"] / weights.get(TEMPERATURE, 1.0)
     del state["lm_head.weight"]
     text.load_state_dict(state, strict=False)
     config = LlavaConfig(
