@@ -263,6 +263,24 @@ def test_dropout_only_while_training(small: tuple[Features, list[str], Path]) ->
     assert torch.equal(*plain)
 
 
+@torch.no_grad()
+def test_hidden_words_are_those_of_the_answer(
+    small: tuple[Features, list[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all of them hidden, two answers of one length look alike, and the question still counts."""
+    monkeypatch.setattr("kvcli.builtin.student.FORGOTTEN", 1.0)
+    pupil = student()
+    maps = small[0].maps(small[1][:1])
+
+    def states(question: str, answer: str) -> torch.Tensor:
+        return pupil.hidden([Example(question, (answer,), small[1][0])], pupil.visual(maps, 6))[0]
+
+    assert not torch.equal(states("What?", "Dots."), states("What?", "Rain."))
+    pupil.training = True  # the student alone: no dropout in its parts
+    assert torch.equal(states("What?", "Dots."), states("What?", "Rain."))
+    assert not torch.equal(states("What?", "Dots."), states("Who??", "Dots."))
+
+
 def test_what_is_written_is_the_average(small: tuple[Features, list[str], Path], tmp_path: Path) -> None:
     pupil = student()
     examples = material(pupil, small)
