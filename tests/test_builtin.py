@@ -388,8 +388,8 @@ def test_the_checkpoint_is_stock_and_says_what_training_saw(pulled: Path, monkey
     length = len(encoder(answer + prompts.CLOSE)["input_ids"])
     with torch.inference_mode():
         logits = model(**batch).logits[0, -length - 1 : -1]
-        calm = weights[build.TEMPERATURE].float()  # fitted after the training
-        stock = float(F.cross_entropy(logits * calm, batch["input_ids"][0, -length:]))
+        temperature = weights[build.TEMPERATURE].float()  # fitted after the training
+        stock = float(F.cross_entropy(logits * temperature, batch["input_ids"][0, -length:]))
         maps = model.model.vision_tower.trunk(batch["pixel_values"])
         trained = float(pupil.loss([Example("Describe the image.", (answer,), None)], maps, 24))
     assert trained == pytest.approx(stock, rel=3e-2)  # the student runs in bfloat16

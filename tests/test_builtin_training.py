@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvcli.builtin import chats, class_texts, finish, lora, prompts, train
+from kvcli import builtin
+from kvcli.builtin import build, chats, class_texts, finish, lora, prompts, train
 from kvcli.builtin.examples import Bank, Example, Examples, Paste
 from kvcli.builtin.features import Features
 from kvcli.builtin.student import Student
@@ -218,10 +219,10 @@ def test_every_class_gets_a_detail_and_a_story() -> None:
     assert all(thing.split()[0] in ("a", "an") for *_, thing in rows)
 
 
-def test_a_photo_seen_through_a_window(
+def test_a_crop_is_drawn_as_large_as_the_photo(
     small: tuple[Features, list[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On maps that hold their own row and column the corners tell which window was taken."""
+    """On maps that hold their own row and column the corners tell which crop was taken."""
     examples = material(student(), small)
 
     def places(side: int, channels: int) -> torch.Tensor:
@@ -229,7 +230,7 @@ def test_a_photo_seen_through_a_window(
         return grid.repeat(1, channels // 2, 1, 1)
 
     monkeypatch.setattr(examples.features, "maps", lambda _: (places(24, 112), places(12, 1280)))
-    drawn = Example("What?", ("Dots.",), small[1][1], window=(2, 3, 9))
+    drawn = Example("What?", ("Dots.",), small[1][1], crop=(2, 3, 9))
     fine, coarse, told = examples.maps([drawn])
     assert fine.shape == (1, 112, 24, 24)
     assert coarse[0, :2, 0, 0].tolist() == [2, 3]
@@ -237,14 +238,14 @@ def test_a_photo_seen_through_a_window(
     assert fine[0, :2, 0, 0].tolist() == [4, 6]
     assert fine[0, :2, -1, -1].tolist() == [4 + 17, 6 + 17]
     assert torch.equal(coarse, told)
-    assert torch.equal(examples.maps([replace(drawn, window=(0, 0, 12))])[0], places(24, 112))
+    assert torch.equal(examples.maps([replace(drawn, crop=(0, 0, 12))])[0], places(24, 112))
 
 
-def test_windows_lie_inside_the_photo_and_differ(small: tuple[Features, list[str], Path]) -> None:
+def test_crops_lie_inside_the_photo_and_differ(small: tuple[Features, list[str], Path]) -> None:
     examples, rng = material(student(), small), random.Random(0)
-    windows = {examples.draw("caption", rng).window for _ in range(200)}
-    assert len(windows) > 20
-    assert all(w and min(w) >= 0 and max(w[0], w[1]) + w[2] <= 12 for w in windows)
+    crops = {examples.draw("caption", rng).crop for _ in range(200)}
+    assert len(crops) > 20
+    assert all(w and min(w) >= 0 and max(w[0], w[1]) + w[2] <= 12 for w in crops)
 
 
 @torch.no_grad()
@@ -268,7 +269,7 @@ def test_hidden_words_are_those_of_the_answer(
     small: tuple[Features, list[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With all of them hidden, two answers of one length look alike, and the question still counts."""
-    monkeypatch.setattr("kvcli.builtin.student.FORGOTTEN", 1.0)
+    monkeypatch.setattr("kvcli.builtin.student.WORD_DROPOUT", 1.0)
     pupil = student()
     maps = small[0].maps(small[1][:1])
 
@@ -323,6 +324,32 @@ def test_the_temperature_finds_how_much_too_sure_a_model_is(small: tuple[Feature
         found, before, after = finish.temperature(pupil, rows * 3, examples.maps)
         assert found == pytest.approx(too_sure, abs=0.08)
         assert after <= before
+
+
+@pytest.mark.slow
+def test_finish_writes_weights_that_make_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"{i}.jpg" for i in range(4)]
+    for i, name in enumerate(names):
+        Image.new("RGB", (64, 48), (60 * i, 90, 120)).save(tmp_path / name)
+    (tmp_path / "captions").write_text(json.dumps({name: ["A dog runs ."] for name in names}))
+    (tmp_path / "split").write_text(json.dumps({"train": names[:2], "held_out": names[2:]}))
+    files = {flag: str(tmp_path / flag) for flag in ("captions", "split", "work", "out")}
+    flags = ["--photos", str(tmp_path), *(part for flag, path in files.items() for part in (f"--{flag}", path))]
+    state = str(builtin.WEIGHTS)
+    with pytest.raises(SystemExit):
+        finish.main([state, "--shares", "1", "2", *flags])
+    assert "2 shares for 1 files" in capsys.readouterr().err
+    finish.main([state, state, "--neck", "0.5", *flags])
+    before, after = load_file(state), load_file(files["out"])
+    assert before.keys() == after.keys()
+    torch.testing.assert_close(after["neck.out.weight"], before["neck.out.weight"] / 2)
+    torch.testing.assert_close(after["lora.0.q.b"], before["lora.0.q.b"])
+    found = float(after["temperature"])
+    assert f"temperature {found:.2f}" in capsys.readouterr().out
+    model, _ = build.assemble(None, None, after)
+    plain, _ = build.language_model()
+    ratio = plain.model.norm.weight / model.model.language_model.norm.weight
+    torch.testing.assert_close(ratio, torch.full_like(ratio, found))
 
 
 @pytest.mark.slow

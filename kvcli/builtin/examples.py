@@ -29,7 +29,7 @@ from kvcli.builtin.features import Features
 from kvcli.builtin.tower import CLASSES, Neck
 
 DOGS, ANIMALS = slice(151, 269), range(398)
-NEAREST = 9  # cells of 12: as near as a photo is looked at
+SMALLEST_CROP = 9  # coarse cells a side, of 12
 ROCKETS = (657, 744, 812)  # missile, projectile, space shuttle
 SUITS = (450, 518, 560, 570, 701)  # bobsled, crash helmet, football helmet, gasmask, parachute
 PER_CLASS = 16
@@ -73,7 +73,7 @@ class Paste:
 class Example:
     """A question and its answers, each true alone. `photo` None: no picture.
 
-    `stop` False: the text was cut somewhere, so nothing is learned about where it ends. `window`: top, left and side,
+    `stop` False: the text was cut somewhere, so nothing is learned about where it ends. `crop`: top, left and side,
     in coarse cells, of what is seen of the photo, None: all; the same photo then never looks the same twice.
     """
 
@@ -83,7 +83,7 @@ class Example:
     pastes: tuple[Paste, ...] = ()
     seed: int = 0
     stop: bool = True
-    window: tuple[int, int, int] | None = None
+    crop: tuple[int, int, int] | None = None
 
     @property
     def flip(self) -> bool:
@@ -174,7 +174,7 @@ class Examples:
         name = rng.choice(self.names)
         question = prompts.CAPTION[0] if rng.random() < 0.7 else rng.choice(prompts.CAPTION)
         answers = tuple(map(prompts.tidy, self.captions[name]))
-        return Example(question, answers, name, seed=rng.getrandbits(30), window=look(rng))
+        return Example(question, answers, name, seed=rng.getrandbits(30), crop=random_crop(rng))
 
     def _long(self, rng: random.Random) -> Example:
         row = rng.choice(self.long)
@@ -182,7 +182,7 @@ class Examples:
         if "c" in row:
             return replace(self._pasted(question, row["s"], row["c"], rng), stop=False)
         stop = row["k"] == "detail" and len(row["s"].split()) >= LONG_ENOUGH
-        return Example(question, (row["s"],), row["n"], seed=rng.getrandbits(30), stop=stop, window=look(rng))
+        return Example(question, (row["s"],), row["n"], seed=rng.getrandbits(30), stop=stop, crop=random_crop(rng))
 
     def _label(self, rng: random.Random) -> Example:
         label = rng.choice(list(self.sure))
@@ -241,8 +241,8 @@ class Examples:
         fine, coarse = self.features.maps([e.photo or self.names[0] for e in examples])
         told = coarse.clone()
         for i, example in enumerate(examples):
-            if example.window:
-                fine[i], coarse[i] = nearer(fine[i], 2, example.window), nearer(coarse[i], 1, example.window)
+            if example.crop:
+                fine[i], coarse[i] = resized_crop(fine[i], 2, example.crop), resized_crop(coarse[i], 1, example.crop)
                 told[i] = coarse[i]
             for number, paste in enumerate(example.pastes):
                 told[i] = self._with_class(told[i], paste.label, paste.box, example.seed + number, dim=number == 0)
@@ -310,16 +310,17 @@ def kin(direction: Tensor) -> Tensor:
     return alike.fill_diagonal_(-1).topk(KIN, 1).indices
 
 
-def nearer(cells: Tensor, scale: int, window: tuple[int, int, int]) -> Tensor:
-    """A window of `[C, H, W]`, `scale` cells to a coarse one, drawn as large as the whole."""
-    top, left, side = (number * scale for number in window)
+def resized_crop(cells: Tensor, scale: int, crop: tuple[int, int, int]) -> Tensor:
+    """A crop of `[C, H, W]`, `scale` cells to a coarse one, resized to `[C, H, W]`; `crop`: top, left, side in coarse
+    cells."""
+    top, left, side = (number * scale for number in crop)
     cut = cells[None, :, top : top + side, left : left + side]
     return torch.nn.functional.interpolate(cut, cells.shape[1:], mode="bilinear", align_corners=False)[0]
 
 
-def look(rng: random.Random) -> tuple[int, int, int]:
-    """A window anywhere in a photo."""
-    side = rng.randint(NEAREST, 12)
+def random_crop(rng: random.Random) -> tuple[int, int, int]:
+    """Top, left and side, in coarse cells, of a crop anywhere in a photo."""
+    side = rng.randint(SMALLEST_CROP, 12)
     return rng.randint(0, 12 - side), rng.randint(0, 12 - side), side
 
 
@@ -332,6 +333,11 @@ def place(rng: random.Random, low: int, high: int) -> tuple[int, int, int, int]:
 def capital(text: str) -> str:
     """The same with a capital first."""
     return text[:1].upper() + text[1:]
+
+
+def first_captions(captions: dict[str, list[str]], names: Sequence[str]) -> list[Example]:
+    """The first question for captions with each photo's first caption: what held-out losses are measured on."""
+    return [Example(prompts.CAPTION[0], (prompts.tidy(captions[name][0]),), name) for name in names]
 
 
 def read_rows(files: Sequence[Path]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 Averages weights files: what several states of a training agree on is what was learned, what each learned by heart
 weighs less (Wortsman et al., "Model soups", 2022). Then fits the temperature of the answers, one number (Guo et al.,
 "On Calibration of Modern Neural Networks", 2017): a model that knows its photos by heart is too sure of others. It
-changes no greedy answer.
+changes no greedy answer, up to rounding.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvcli.builtin import build, prompts
-from kvcli.builtin.examples import Example
+from kvcli.builtin import build
+from kvcli.builtin.examples import Example, first_captions
 from kvcli.builtin.features import Features
 from kvcli.builtin.student import Student
+from kvcli.builtin.train import half
 
 GRID = 6  # tokens a side: at 36 tokens the loss is that at 576 within 0.01
 CANDIDATES = [1 + n / 100 for n in range(-20, 51)]
@@ -81,8 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     features.compute(options.photos, tower.trunk)
     student = Student(language_model, tokenizer, tower.neck)
     student.load(weights)
-    held_out = split["held_out"]
-    examples = [Example(prompts.CAPTION[0], (prompts.tidy(captions[name][0]),), name) for name in held_out]
+    examples = first_captions(captions, split["held_out"])
     second = examples[len(examples) // 2 :]  # the first half stays unseen by the fit
 
     def maps(chosen: Sequence[Example]) -> Sequence[Tensor]:
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     found, before, after = temperature(student, second, maps)
     print(f"temperature {found:.2f}: loss {before:.4f} -> {after:.4f} on the second half of the held-out photos")
     weights[build.TEMPERATURE] = torch.tensor(found)
-    save_file({name: value.to(torch.float16).contiguous() for name, value in weights.items()}, options.out)
+    save_file(half(weights), options.out)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from kvcli.builtin.build import SHRINK
 from kvcli.builtin.examples import Example
 from kvcli.builtin.tower import Neck
 
-FORGOTTEN = 0.15  # share of an answer's words so far that training hides, so that the picture is asked, not the memory
+WORD_DROPOUT = 0.15  # of an answer's tokens so far: else captions are learned by heart (Bowman et al., 2016)
 
 
 def through_projector(tokens: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Student(nn.Module):
                 at += [(i, begin - 1), *((i, place) for place in range(start, stop - 1))]
                 start = stop
         if self.training and visual is not None:
-            inputs = inputs.masked_fill(((branch > 0) & (torch.rand(branch.shape) < FORGOTTEN))[..., None], 0)
+            inputs = inputs.masked_fill(((branch > 0) & (torch.rand(branch.shape) < WORD_DROPOUT))[..., None], 0)
         sees = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
         mask = torch.zeros(sees.shape, dtype=inputs.dtype).masked_fill(~sees.tril(), torch.finfo(inputs.dtype).min)
         states = self.lm.model(

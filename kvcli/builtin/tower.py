@@ -137,7 +137,7 @@ class Neck(nn.Module):
         inner, words = torch.split(both.flatten(2).transpose(1, 2), [inner.shape[-1], words.shape[-1]], -1)
         edges = (fine.flatten(2).transpose(1, 2) - self.fine_mean) / self.fine_std
         inner = nn.functional.gelu(inner + self.fine(edges))
-        if self.training:  # the same features in all cells, or the other cells would tell what is missing
+        if self.training:  # whole channels (Tompson et al., 2015), or the other cells would tell what is missing
             inner = inner * nn.functional.dropout(torch.ones_like(inner[:, :1]), DROPOUT)
         tokens: Tensor = self.out(inner) + words
         return tokens

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvcli.builtin import build, prompts
-from kvcli.builtin.examples import Bank, Example, Examples, read_rows
+from kvcli.builtin import build
+from kvcli.builtin.examples import Bank, Example, Examples, first_captions, read_rows
 from kvcli.builtin.features import SHAPES, Features
 from kvcli.builtin.student import Student
 
@@ -38,7 +38,7 @@ SHORT = {
 }
 LONG, TEXT = 0.12, 0.12
 RATES = {"lora": 4e-4, "neck": 8e-4}
-SHRINK = 0.1  # weight decay of the matrices
+WEIGHT_DECAY = 0.1  # of the matrices
 WARM_UP, CLIP = 30, 1.0
 HORIZON = 500  # steps that the average reaches back
 
@@ -75,7 +75,7 @@ def optimizer(student: Student, scale: float) -> torch.optim.AdamW:
     for kind, lr in ((k, v * scale) for k, v in RATES.items()):
         for matrices in (True, False):
             chosen = [p for n, p in student.trainable.items() if n.startswith(kind) and (p.dim() > 1) == matrices]
-            groups.append({"params": chosen, "lr": lr, "full": lr, "weight_decay": SHRINK * matrices})
+            groups.append({"params": chosen, "lr": lr, "full": lr, "weight_decay": WEIGHT_DECAY * matrices})
     return torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.98))
 
 
@@ -105,7 +105,7 @@ def run(student: Student, examples: Examples, held_out: list[Example], options: 
         for group in adam.param_groups:
             group["lr"] = group["full"] * rate(step, options.steps, options.decay)
         late = step >= options.steps - options.decay
-        torch.manual_seed(hash((options.seed, step)))  # of the dropout
+        torch.manual_seed(options.seed << 32 | step)  # of the dropout
         student.train()
         kind, grid, chosen = plan(step, options.seed, late, examples)
         adam.zero_grad(set_to_none=True)
@@ -183,8 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     bank = Bank(features, split["train"], tower.neck)
     texts = (read_rows(options.long), read_rows(options.chats), build.class_names())
     examples = Examples(captions, split["train"], *texts, features, bank, tower.neck)
-    question = prompts.CAPTION[0]
-    held_out = [Example(question, (prompts.tidy(captions[n][0]),), n) for n in split["held_out"]]
+    held_out = first_captions(captions, split["held_out"])
     with (options.work / "log.jsonl").open("a") as log:
         for line in run(student, examples, held_out, options):
             print(json.dumps(line), file=log, flush=True)
