@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvcli import builtin
-from kvcli.builtin import build, chats, class_texts, finish, lora, prompts, train
+from kvcli.builtin import build, chats, class_texts, finish, lora, prompts, scored, train
 from kvcli.builtin.examples import Bank, Example, Examples, Paste
 from kvcli.builtin.features import Features
 from kvcli.builtin.student import Student
@@ -79,25 +80,38 @@ def material(student: Student, small: tuple[Features, list[str], Path]) -> Examp
     return Examples(captions, names, long, chats, classes, features, bank, student.neck)
 
 
-def options(work: Path, steps: int) -> argparse.Namespace:
+def options(work: Path, steps: int, *, scored: bool = False) -> argparse.Namespace:
     work.mkdir(exist_ok=True)
     return argparse.Namespace(
-        work=work, out=work / "w.safetensors", steps=steps, decay=2, rate=1.0, seed=3, log=1, evaluate=100, save=99
+        work=work,
+        out=work / "w.safetensors",
+        steps=steps,
+        decay=2,
+        rate=1.0,
+        seed=3,
+        log=1,
+        evaluate=100,
+        save=99,
+        horizon=500,
+        scored=scored,
     )
 
 
-def test_a_stopped_training_goes_on_bit_by_bit(small: tuple[Features, list[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_stopped_training_goes_on_bit_by_bit(
+    small: tuple[Features, list[str], Path], tmp_path: Path, *, scored: bool
+) -> None:
     whole, early, late = student(), student(), student()
     late.load({name: value + 1 for name, value in late.weights().items()})  # what is read back must replace this
     examples = material(whole, small)
     held_out = [Example("What?", ("Dots.",), small[1][0])]
-    list(train.run(whole, examples, held_out, options(tmp_path / "whole", 6)))
-    first = options(tmp_path / "parts", 6)
+    list(train.run(whole, examples, held_out, options(tmp_path / "whole", 6, scored=scored)))
+    first = options(tmp_path / "parts", 6, scored=scored)
     first.save = 0  # a state after every step
     for line in train.run(early, examples, held_out, first):
         if line["step"] == 4:
             break
-    list(train.run(late, examples, held_out, options(tmp_path / "parts", 6)))
+    list(train.run(late, examples, held_out, options(tmp_path / "parts", 6, scored=scored)))
     ended = whole.weights()
     assert all(torch.equal(ended[name], value) for name, value in late.weights().items())
 
@@ -367,3 +381,44 @@ def test_the_language_model_writes_chats_and_class_texts(tmp_path: Path, monkeyp
         assert (row["c"], row["k"]) == (label, kind)
         assert row["s"].startswith(start)
         assert len(row["s"]) > len(start)
+
+
+def test_a_drawn_caption_is_worth_the_words_that_two_people_use() -> None:
+    human = ("A dog runs.", "A dog in grass.", "The grass is green.", "Running.", "A pet.")
+    assert scored.score("A dog sits in the green grass.", human) == pytest.approx(2 - scored.MISS)
+    assert scored.score("It is.", human) == 0
+
+
+def test_a_score_is_measured_against_the_photos_other_captions() -> None:
+    scores = torch.tensor([[1.0, 0.0, 2.0, 5.0], [3.0, 3.0, 3.0, 3.0]])
+    against = torch.tensor([[(0 + 2 + 5) / 3, (1 + 2 + 5) / 3, (1 + 0 + 5) / 3, (1 + 0 + 2) / 3], [3.0] * 4])
+    torch.testing.assert_close(scored.advantages(scores), scores - against)
+
+
+def test_scored_training_makes_the_words_that_people_agree_on_likelier(
+    small: tuple[Features, list[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pupil = student()
+    examples = material(pupil, small)
+    both = [Example("What?", ("Dog.", "Cat."), small[1][0])] * 4
+    maps = examples.maps(both)
+    pupil.lm.requires_grad_(True)  # the whole of it: updates alone teach a random model no words
+
+    def learn(rate: float, steps: int, loss: Callable[[], torch.Tensor]) -> None:
+        adam = torch.optim.Adam(pupil.lm.parameters(), rate)
+        for _ in range(steps):
+            adam.zero_grad()
+            loss().backward()  # type: ignore[no-untyped-call]
+            adam.step()
+
+    def dogs() -> float:
+        drawn = [text for _ in range(8) for texts in scored.draw(pupil, both, maps, 6) for text in texts]
+        return drawn.count("Dog.") / len(drawn)
+
+    learn(3e-3, 150, lambda: pupil.loss(both, maps, 6))
+    before = dogs()
+    assert 0.1 < before < 0.7  # it says both
+    monkeypatch.setattr(scored, "WEIGHT", 0)  # the score alone
+    people = [replace(e, answers=("A dog.", "The dog.", "A cat.")) for e in both]
+    learn(3e-4, 30, lambda: scored.loss(pupil, people, maps, 6)[0])
+    assert dogs() > before + 0.15

@@ -85,6 +85,12 @@ def text_tokenizer(file: Gguf) -> Any:
     )
 
 
+def quick_dtype() -> torch.dtype:
+    """bfloat16 where the processor has instructions for its products; elsewhere they take tens of times as long."""
+    able = torch.cpu.get_capabilities()
+    return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") else torch.float32
+
+
 def language_model(path: Path | None = None) -> tuple[Any, Any]:
     """The public language model in float32, and its tokenizer."""
     file = Gguf(path or parts.fetch(parts.LANGUAGE))

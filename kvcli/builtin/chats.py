@@ -56,7 +56,7 @@ def sample(asked: Sequence[str], tokens: int, batch: int, seed: int) -> Iterator
     """How the untouched language model goes on with each text, up to `tokens` tokens."""
     torch.manual_seed(seed)
     model, encoder = build.language_model()
-    model, encoder.padding_side = model.to(torch.bfloat16), "left"
+    model, encoder.padding_side = model.to(build.quick_dtype()), "left"
     sampled = {"do_sample": True, "temperature": 0.8, "top_k": 50, "pad_token_id": encoder.pad_token_id}
     for start in range(0, len(asked), batch):
         inputs = encoder(asked[start : start + batch], add_special_tokens=False, padding=True, return_tensors="pt")

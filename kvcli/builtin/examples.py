@@ -109,7 +109,7 @@ class Bank:
         for start in range(0, len(names), 64):
             chosen = names[start : start + 64]
             coarse = features.maps(chosen)[1].flatten(2).transpose(1, 2)
-            with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            with torch.inference_mode():
                 chances = neck.classifier(coarse).float().softmax(-1)
             for name, mean in zip(chosen, chances.mean(1), strict=True):
                 self.best[name] = (int(mean.argmax()), float(mean.max()), float(mean[DOGS].sum()))

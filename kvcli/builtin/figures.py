@@ -30,11 +30,17 @@ def content_words(text: str) -> set[str]:
     return set(words(text)) - IGNORED
 
 
-def precision(text: str, human: Sequence[str], agree: int = 2) -> float:
-    """Share of the text's content words that at least `agree` of the human captions use; 0 for a text without any."""
+def agreed(text: str, human: Sequence[str], agree: int = 2) -> tuple[int, int]:
+    """How many of the text's content words at least `agree` of the human captions use, and how many it has."""
     used = Counter(word for caption in human for word in set(words(caption)))
     said = content_words(text)
-    return sum(used[word] >= agree for word in said) / len(said) if said else 0.0
+    return sum(used[word] >= agree for word in said), len(said)
+
+
+def precision(text: str, human: Sequence[str]) -> float:
+    """Share of the text's content words that at least two of the human captions use; 0 for a text without any."""
+    good, said = agreed(text, human)
+    return good / said if said else 0.0
 
 
 def most_repeated(items: Sequence[object], size: int = 4) -> int:

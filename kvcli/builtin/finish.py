@@ -49,7 +49,7 @@ def temperature(
     sums, count = torch.zeros(len(CANDIDATES), dtype=torch.float64), 0
     for start in range(0, len(examples), batch):
         chosen = examples[start : start + batch]
-        with torch.autocast("cpu", torch.bfloat16):
+        with student.autocast():
             states, targets, _ = student.hidden(chosen, student.visual(maps(chosen), GRID))
             logits = student.lm.lm_head(states).float()
         sums += torch.stack([F.cross_entropy(logits / t, targets, reduction="sum") for t in CANDIDATES]).double()

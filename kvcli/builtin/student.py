@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kvcli.builtin import lora, prompts
-from kvcli.builtin.build import SHRINK
+from kvcli.builtin.build import SHRINK, quick_dtype
 from kvcli.builtin.examples import Example
 from kvcli.builtin.tower import Neck
 
@@ -32,7 +32,8 @@ class Student(nn.Module):
 
     def __init__(self, language_model: Any, tokenizer: Any, neck: Neck) -> None:
         super().__init__()
-        self.lm, self.neck, self.tokenizer = language_model.to(torch.bfloat16).requires_grad_(False), neck, tokenizer
+        self.dtype = quick_dtype()
+        self.lm, self.neck, self.tokenizer = language_model.to(self.dtype).requires_grad_(False), neck, tokenizer
         self.lm.set_attn_implementation("eager")  # at these lengths faster backwards than sdpa on a CPU
         self.neck.requires_grad_(False)
         updates = lora.attach(self.lm.model)
@@ -59,12 +60,24 @@ class Student(nn.Module):
         pooled = [F.avg_pool2d(m, m.shape[-1] // grid) if m.shape[-1] > grid else m for m in maps]
         return through_projector(self.neck(*pooled))
 
-    def _ids(self, text: str) -> list[int]:
+    def autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    def ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _tails(self, example: Example) -> list[list[int]]:
-        return [self._ids(answer + prompts.CLOSE * example.stop) for answer in example.answers]
+    def prompt(self, question: str, visual: Tensor) -> Tensor:
+        """Embeddings `[B, length, hidden]` of the chat up to where the answer begins, the same question in all rows."""
+        embed, rows = self.lm.model.embed_tokens, len(visual)
+        before, after = (
+            embed(torch.tensor([self.ids(text)])).expand(rows, -1, -1)
+            for text in (prompts.before_image(), prompts.after_image(question))
+        )
+        return torch.cat([before, visual.to(before.dtype), after], 1)
+
+    def tails(self, example: Example) -> list[list[int]]:
+        return [self.ids(answer + prompts.CLOSE * example.stop) for answer in example.answers]
 
     def hidden(self, examples: Sequence[Example], visual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Last hidden states that predict the answers, the answers' tokens, and the example of each token.
@@ -73,15 +86,15 @@ class Student(nn.Module):
         """
         embed = self.lm.model.embed_tokens
         if visual is None:
-            heads = [self._ids(prompts.chat(e.question)) for e in examples]
+            heads = [self.ids(prompts.chat(e.question)) for e in examples]
         else:
-            heads = [self._ids(prompts.after_image(e.question)) for e in examples]
-        tails = [self._tails(e) for e in examples]
+            heads = [self.ids(prompts.after_image(e.question)) for e in examples]
+        tails = [self.tails(e) for e in examples]
         rows = [h + [token for t in ts for token in t] for h, ts in zip(heads, tails, strict=True)]
         width = max(map(len, rows))
         inputs, offset = embed(torch.tensor([r + [0] * (width - len(r)) for r in rows])), 0
         if visual is not None:
-            before = embed(torch.tensor([self._ids(prompts.before_image())])).expand(len(rows), -1, -1)
+            before = embed(torch.tensor([self.ids(prompts.before_image())])).expand(len(rows), -1, -1)
             inputs = torch.cat([before, visual.to(inputs.dtype), inputs], 1)
             offset = before.shape[1] + visual.shape[1]
         branch = torch.zeros(inputs.shape[:2], dtype=torch.long)  # 0: seen by all that follows; n: by answer n alone
@@ -109,7 +122,7 @@ class Student(nn.Module):
         """Mean negative log-likelihood of an answer token; `per_example` lets a short answer count as a long one.
 
         While training, with dropout and hidden words."""
-        with torch.autocast("cpu", torch.bfloat16):
+        with self.autocast():
             states, targets, owner = self.hidden(examples, self.visual(maps, grid))
             logits = self.lm.lm_head(states)
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
@@ -117,7 +130,7 @@ class Student(nn.Module):
 
     def text_loss(self, examples: Sequence[Example]) -> Tensor:
         """Mean divergence from the untouched language model on chats without a picture."""
-        with torch.autocast("cpu", torch.bfloat16):
+        with self.autocast():
             lora.Update.on = False
             with torch.no_grad():
                 teacher = self.lm.lm_head(self.hidden(examples, None)[0]).float().log_softmax(-1)
@@ -132,7 +145,7 @@ class Student(nn.Module):
         total, count = 0.0, 0
         for start in range(0, len(examples), batch):
             chunk = examples[start : start + batch]
-            tokens = sum(len(tail) for e in chunk for tail in self._tails(e))
+            tokens = sum(len(tail) for e in chunk for tail in self.tails(e))
             total += float(self.loss(chunk, maps(chunk), grid)) * tokens
             count += tokens
         return total / count if count else math.nan

@@ -3,8 +3,8 @@
 Knows schedules, state files and the mixture. The constant rate goes on until `--steps`; the last `--decay` steps bring
 it down to zero, so a stopped run can be made longer, or a decay can be tried from any saved state. Every draw depends
 on `--seed`, the number of the step and whether the decay has begun: a run that was stopped gives the numbers of one
-that was not. What is written to `--out` is a running average of the weights: photos that were learned by heart weigh
-less in it.
+that was not. With `--scored` a model that is trained already draws captions and learns from their scores (`scored.py`).
+What is written to `--out` is a running average of the weights: photos that were learned by heart weigh less in it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvcli.builtin import build
+from kvcli.builtin import build, prompts, scored
 from kvcli.builtin.examples import Bank, Example, Examples, first_captions, read_rows
 from kvcli.builtin.features import SHAPES, Features
 from kvcli.builtin.student import Student
@@ -37,10 +38,12 @@ SHORT = {
     "space": (0.05, 0.03),
 }
 LONG, TEXT = 0.12, 0.12
+# with --scored: share of the steps, examples a step, and what the short answers are then
+SCORED = {"scored": (0.75, 10), "text": (0.09, 6), "long": (0.05, 4), "short": (0.11, 16)}
+NAMING = {"paste": 0.5, "label": 0.2, "space": 0.2, "swap": 0.1}
 RATES = {"lora": 4e-4, "neck": 8e-4}
 WEIGHT_DECAY = 0.1  # of the matrices
 WARM_UP, CLIP = 30, 1.0
-HORIZON = 500  # steps that the average reaches back
 
 
 def plan(step: int, seed: int, late: bool, examples: Examples) -> tuple[str, int, list[Example]]:
@@ -55,6 +58,22 @@ def plan(step: int, seed: int, late: bool, examples: Examples) -> tuple[str, int
     shares = {kind: share[late] for kind, share in SHORT.items() if kind in examples.kinds}
     kinds = rng.choices(list(shares), list(shares.values()), k=short)
     return "short", grid, [examples.draw(kind, rng) for kind in kinds]
+
+
+def scored_plan(step: int, seed: int, examples: Examples) -> tuple[str, int, list[Example]]:
+    """As `plan`, for the training on scores: `scored` steps, and some of the others so that nothing is forgotten."""
+    rng = random.Random(f"{seed}:{step}")
+    kinds = {kind: row for kind, row in SCORED.items() if kind in examples.kinds | {"scored", "short"}}
+    (kind,) = rng.choices(list(kinds), [share for share, _ in kinds.values()])
+    count = kinds[kind][1]
+    if kind == "scored":
+        question = prompts.CAPTION[0] if rng.random() < 0.7 else rng.choice(prompts.CAPTION)
+        return kind, 6, [replace(examples.draw("caption", rng), question=question) for _ in range(count)]
+    drawn = [kind] * count
+    if kind == "short":
+        shares = {name: share for name, share in NAMING.items() if name in examples.kinds}
+        drawn = rng.choices(list(shares), list(shares.values()), k=count)
+    return kind, 6, [examples.draw(name, rng) for name in drawn]
 
 
 def picture_loss(student: Student, examples: Examples, chosen: list[Example], grid: int) -> torch.Tensor:
@@ -100,22 +119,29 @@ def run(student: Student, examples: Examples, held_out: list[Example], options: 
         average = stored["average"]
         adam.load_state_dict(stored["adam"])
         step = stored["step"]
-    saved, sums = time.monotonic(), {"short": [0.0, 0], "long": [0.0, 0], "text": [0.0, 0]}
+    saved, sums = time.monotonic(), {kind: [0.0, 0] for kind in SCORED}
     while step < options.steps:
         for group in adam.param_groups:
             group["lr"] = group["full"] * rate(step, options.steps, options.decay)
         late = step >= options.steps - options.decay
         torch.manual_seed(options.seed << 32 | step)  # of the dropout
         student.train()
-        kind, grid, chosen = plan(step, options.seed, late, examples)
+        if options.scored:
+            kind, grid, chosen = scored_plan(step, options.seed, examples)
+        else:
+            kind, grid, chosen = plan(step, options.seed, late, examples)
         adam.zero_grad(set_to_none=True)
-        loss = student.text_loss(chosen) if kind == "text" else picture_loss(student, examples, chosen, grid)
+        if kind == "scored":
+            loss, shown = scored.loss(student, chosen, examples.maps(chosen), grid)
+        else:
+            loss = student.text_loss(chosen) if kind == "text" else picture_loss(student, examples, chosen, grid)
+            shown = float(loss.detach())
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(list(student.trainable.values()), CLIP)
         adam.step()
         for name, value in student.trainable.items():
-            average[name].lerp_(value.detach(), max(1 / (step + 1), 1 / HORIZON))
-        sums[kind][0] += float(loss.detach())
+            average[name].lerp_(value.detach(), max(1 / (step + 1), 1 / options.horizon))
+        sums[kind][0] += shown
         sums[kind][1] += 1
         step += 1
         if step % options.log == 0 or step == options.steps:
@@ -145,9 +171,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--long", type=Path, nargs="*", default=[], help="JSON lines: n (photo) or c (class), k, s (text)")
     p.add_argument("--chats", type=Path, nargs="*", default=[], help="JSON lines: q, s: chats without a picture")
     p.add_argument("--init", type=Path, help="weights file to start from")
+    p.add_argument("--scored", action="store_true", help="train on the scores of captions that the model draws")
     p.add_argument("--steps", type=int, default=6000)
     p.add_argument("--decay", type=int, default=0, help="the last so many steps bring the rate down to zero")
     p.add_argument("--rate", type=float, default=1.0, help="factor on all learning rates")
+    p.add_argument("--horizon", type=int, default=500, help="steps that the average reaches back")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--threads", type=int, default=1)
     p.add_argument(
