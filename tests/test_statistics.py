@@ -181,7 +181,12 @@ def largest_error(tiny: architectures.Tiny, asked: tuple[Statistic, ...], **opti
         kv_heads = layer.store.keys.shape[1]
         for statistic, row in product(asked, range(ours.tokens.shape[0])):
             chosen = weights[0, layer.index][row][:, rows_of(tiny, row, statistic.queries)]
-            errors.append(distance(shown[statistic.name][row], expected(statistic, chosen, kv_heads)))
+            found, reference = shown[statistic.name][row], expected(statistic, chosen, kv_heads)
+            if isinstance(statistic, RowSummary):  # a weight at the threshold itself falls on either side of it
+                near = [replace(statistic, below=statistic.below * edge) for edge in (1 - LIMIT, 1 + LIMIT)]
+                low, high = (expected(each, chosen, kv_heads)[:, 1] for each in near)
+                reference[:, 1] = found[:, 1].double().clamp(low, high)
+            errors.append(distance(found, reference))
     return max(errors)
 
 
