@@ -80,38 +80,29 @@ def material(student: Student, small: tuple[Features, list[str], Path]) -> Examp
     return Examples(captions, names, long, chats, classes, features, bank, student.neck)
 
 
-def options(work: Path, steps: int, *, scored: bool = False) -> argparse.Namespace:
+def options(work: Path, steps: int, *more: str) -> argparse.Namespace:
     work.mkdir(exist_ok=True)
-    return argparse.Namespace(
-        work=work,
-        out=work / "w.safetensors",
-        steps=steps,
-        decay=2,
-        rate=1.0,
-        seed=3,
-        log=1,
-        evaluate=100,
-        save=99,
-        horizon=500,
-        scored=scored,
-    )
+    unread = ["--photos", ".", "--captions", ".", "--split", "."]
+    files = ["--work", str(work), "--out", str(work / "w.safetensors")]
+    told = f"--steps {steps} --decay 2 --seed 3 --log 1 --evaluate 100 --save 99".split()
+    return train.parser().parse_args([*unread, *files, *told, *more])
 
 
-@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("more", [(), ("--scored",)], ids=["plain", "scored"])
 def test_a_stopped_training_goes_on_bit_by_bit(
-    small: tuple[Features, list[str], Path], tmp_path: Path, *, scored: bool
+    small: tuple[Features, list[str], Path], tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     whole, early, late = student(), student(), student()
     late.load({name: value + 1 for name, value in late.weights().items()})  # what is read back must replace this
     examples = material(whole, small)
     held_out = [Example("What?", ("Dots.",), small[1][0])]
-    list(train.run(whole, examples, held_out, options(tmp_path / "whole", 6, scored=scored)))
-    first = options(tmp_path / "parts", 6, scored=scored)
+    list(train.run(whole, examples, held_out, options(tmp_path / "whole", 6, *more)))
+    first = options(tmp_path / "parts", 6, *more)
     first.save = 0  # a state after every step
     for line in train.run(early, examples, held_out, first):
         if line["step"] == 4:
             break
-    list(train.run(late, examples, held_out, options(tmp_path / "parts", 6, scored=scored)))
+    list(train.run(late, examples, held_out, options(tmp_path / "parts", 6, *more)))
     ended = whole.weights()
     assert all(torch.equal(ended[name], value) for name, value in late.weights().items())
 
@@ -402,7 +393,7 @@ def test_scored_training_makes_the_words_that_people_agree_on_likelier(
     examples = material(pupil, small)
     both = [Example("What?", ("Dog.", "Cat."), small[1][0])] * 4
     maps = examples.maps(both)
-    pupil.lm.requires_grad_(True)  # the whole of it: updates alone teach a random model no words
+    pupil.lm.float().requires_grad_(True)  # the whole of it: updates alone teach a random model no words
 
     def learn(rate: float, steps: int, loss: Callable[[], torch.Tensor]) -> None:
         adam = torch.optim.Adam(pupil.lm.parameters(), rate)

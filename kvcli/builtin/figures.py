@@ -30,11 +30,11 @@ def content_words(text: str) -> set[str]:
     return set(words(text)) - IGNORED
 
 
-def agreed(text: str, human: Sequence[str], agree: int = 2) -> tuple[int, int]:
-    """How many of the text's content words at least `agree` of the human captions use, and how many it has."""
+def agreed(text: str, human: Sequence[str]) -> tuple[int, int]:
+    """How many of the text's content words at least two of the human captions use, and how many it has."""
     used = Counter(word for caption in human for word in set(words(caption)))
     said = content_words(text)
-    return sum(used[word] >= agree for word in said), len(said)
+    return sum(used[word] >= 2 for word in said), len(said)
 
 
 def precision(text: str, human: Sequence[str]) -> float:

@@ -67,20 +67,20 @@ def draw(student: Student, examples: Sequence[Example], maps: Sequence[Tensor], 
 def loss(student: Student, examples: Sequence[Example], maps: Sequence[Tensor], grid: int) -> tuple[Tensor, float]:
     """A loss that makes captions likelier that score better than others of the photo; the drawn captions' mean score.
 
-    The examples' answers are all that people said of the photo."""
+    The examples' answers are all that people said of the photo, at least `HUMAN`. Departures: the gradient is taken
+    with dropout and hidden words, as in the rest of the training, though the captions are drawn without; and a caption
+    that was cut at `LONGEST` is learned as if it ended there.
+    """
     drawn = draw(student, examples, maps, grid)
-    scores = torch.tensor(
-        [[score(text, e.answers) for text in texts] for e, texts in zip(examples, drawn, strict=True)]
-    )
-    human = [random.Random(e.seed).sample(e.answers, min(HUMAN, len(e.answers))) for e in examples]
+    scores = torch.tensor([[score(text, e.answers) for text in own] for e, own in zip(examples, drawn, strict=True)])
+    human = [random.Random(e.seed).sample(e.answers, HUMAN) for e in examples]
     both = [replace(e, answers=(*own, *theirs)) for e, own, theirs in zip(examples, drawn, human, strict=True)]
-    worth = [[*row, *([0.0] * len(theirs))] for row, theirs in zip(advantages(scores).tolist(), human, strict=True)]
-    theirs = [[False] * DRAWN + [True] * len(texts) for texts in human]
+    worth = F.pad(advantages(scores), (0, HUMAN))
+    by_people = F.pad(torch.zeros_like(scores, dtype=torch.bool), (0, HUMAN), value=True)
     student.train()
     with student.autocast():
         states, targets, _ = student.hidden(both, student.visual(maps, grid))
         losses = F.cross_entropy(student.lm.lm_head(states).float(), targets, reduction="none")
     lengths = torch.tensor([len(tail) for e in both for tail in student.tails(e)])
-    factor = torch.tensor([w for row in worth for w in row]).repeat_interleave(lengths)
-    by_people = torch.tensor([t for row in theirs for t in row]).repeat_interleave(lengths)
-    return (factor * losses)[~by_people].mean() + WEIGHT * losses[by_people].mean(), float(scores.mean())
+    worth, by_people = (each.flatten().repeat_interleave(lengths) for each in (worth, by_people))
+    return (worth * losses)[~by_people].mean() + WEIGHT * losses[by_people].mean(), float(scores.mean())

@@ -32,8 +32,7 @@ class Student(nn.Module):
 
     def __init__(self, language_model: Any, tokenizer: Any, neck: Neck) -> None:
         super().__init__()
-        self.dtype = quick_dtype()
-        self.lm, self.neck, self.tokenizer = language_model.to(self.dtype).requires_grad_(False), neck, tokenizer
+        self.lm, self.neck, self.tokenizer = language_model.to(quick_dtype()).requires_grad_(False), neck, tokenizer
         self.lm.set_attn_implementation("eager")  # at these lengths faster backwards than sdpa on a CPU
         self.neck.requires_grad_(False)
         updates = lora.attach(self.lm.model)
@@ -61,22 +60,27 @@ class Student(nn.Module):
         return through_projector(self.neck(*pooled))
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        """bfloat16 for the float32 neck and updates too, where the language model is in it; else nothing."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.lm.dtype == torch.bfloat16)
 
     def ids(self, text: str) -> list[int]:
+        """Tokens of a text of the chat, its special tokens among them."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def prompt(self, question: str, visual: Tensor) -> Tensor:
         """Embeddings `[B, length, hidden]` of the chat up to where the answer begins, the same question in all rows."""
-        embed, rows = self.lm.model.embed_tokens, len(visual)
         before, after = (
-            embed(torch.tensor([self.ids(text)])).expand(rows, -1, -1)
-            for text in (prompts.before_image(), prompts.after_image(question))
+            self._embedded(text, len(visual)) for text in (prompts.before_image(), prompts.after_image(question))
         )
         return torch.cat([before, visual.to(before.dtype), after], 1)
 
+    def _embedded(self, text: str, rows: int) -> Tensor:
+        vectors: Tensor = self.lm.model.embed_tokens(torch.tensor([self.ids(text)]))
+        return vectors.expand(rows, -1, -1)
+
     def tails(self, example: Example) -> list[list[int]]:
+        """Tokens of each answer, with the stop where the example teaches one."""
         return [self.ids(answer + prompts.CLOSE * example.stop) for answer in example.answers]
 
     def hidden(self, examples: Sequence[Example], visual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +98,7 @@ class Student(nn.Module):
         width = max(map(len, rows))
         inputs, offset = embed(torch.tensor([r + [0] * (width - len(r)) for r in rows])), 0
         if visual is not None:
-            before = embed(torch.tensor([self.ids(prompts.before_image())])).expand(len(rows), -1, -1)
+            before = self._embedded(prompts.before_image(), len(rows))
             inputs = torch.cat([before, visual.to(inputs.dtype), inputs], 1)
             offset = before.shape[1] + visual.shape[1]
         branch = torch.zeros(inputs.shape[:2], dtype=torch.long)  # 0: seen by all that follows; n: by answer n alone

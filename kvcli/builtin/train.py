@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvcli.builtin import build, prompts, scored
+from kvcli.builtin import build, scored
 from kvcli.builtin.examples import Bank, Example, Examples, first_captions, read_rows
 from kvcli.builtin.features import SHAPES, Features
 from kvcli.builtin.student import Student
@@ -66,14 +66,13 @@ def scored_plan(step: int, seed: int, examples: Examples) -> tuple[str, int, lis
     kinds = {kind: row for kind, row in SCORED.items() if kind in examples.kinds | {"scored", "short"}}
     (kind,) = rng.choices(list(kinds), [share for share, _ in kinds.values()])
     count = kinds[kind][1]
-    if kind == "scored":
-        question = prompts.CAPTION[0] if rng.random() < 0.7 else rng.choice(prompts.CAPTION)
-        return kind, 6, [replace(examples.draw("caption", rng), question=question) for _ in range(count)]
-    drawn = [kind] * count
     if kind == "short":
         shares = {name: share for name, share in NAMING.items() if name in examples.kinds}
-        drawn = rng.choices(list(shares), list(shares.values()), k=count)
-    return kind, 6, [examples.draw(name, rng) for name in drawn]
+        return kind, 6, [examples.draw(name, rng) for name in rng.choices(list(shares), list(shares.values()), k=count)]
+    drawn = [examples.draw("caption" if kind == "scored" else kind, rng) for _ in range(count)]
+    if kind == "scored":  # one batch draws all captions, so all are asked the first one's question
+        drawn = [replace(example, question=drawn[0].question) for example in drawn]
+    return kind, 6, drawn
 
 
 def picture_loss(student: Student, examples: Examples, chosen: list[Example], grid: int) -> torch.Tensor:
