@@ -26,6 +26,18 @@ from kvcli.builtin.student import Student
 from kvcli.builtin.tower import Neck, Trunk
 
 
+@torch.no_grad()
+def random_trunk() -> Trunk:
+    """A trunk of the same random weights each time, whose features are not all near zero."""
+    torch.manual_seed(0)
+    trunk = Trunk()
+    for module in trunk.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = None  # the statistics of what it sees first
+    trunk(torch.randn(2, 3, 384, 384))
+    return trunk.eval()
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Features, list[str], Path]:
     """Features of seven made-up photos, by a random trunk."""
@@ -34,9 +46,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Features, list[str]
     for i, name in enumerate(names):
         pixels = np.random.default_rng(i).integers(0, 255, (6, 8, 3), dtype=np.uint8)
         Image.fromarray(pixels).resize((64, 48)).save(folder / name)
-    torch.manual_seed(0)
     features = Features(folder / "features", names)
-    features.compute(folder, Trunk().eval(), batch=4)
+    features.compute(folder, random_trunk(), batch=4)
     return features, names, folder
 
 
@@ -68,7 +79,7 @@ def student() -> Student:
     return Student(language_model(), letters(), Neck(32, 16))
 
 
-def material(student: Student, small: tuple[Features, list[str], Path]) -> Examples:
+def material(student: Student, small: tuple[Features, list[str], Path], *more_views: Features) -> Examples:
     features, names, _ = small
     captions = {
         name: [f"a dog and a man are number {i} .", f"a man sees {i} dots", "colours"] for i, name in enumerate(names)
@@ -77,7 +88,7 @@ def material(student: Student, small: tuple[Features, list[str], Path]) -> Examp
     chats = [{"q": "Hello?", "s": "Hello."}]
     bank = Bank(features, names, student.neck)
     classes = [f"thing {i}" for i in range(1000)]
-    return Examples(captions, names, long, chats, classes, features, bank, student.neck)
+    return Examples(captions, names, long, chats, classes, features, bank, student.neck, more_views)
 
 
 def options(work: Path, steps: int, *more: str) -> argparse.Namespace:
@@ -179,6 +190,35 @@ def test_features_go_on_where_they_stopped(small: tuple[Features, list[str], Pat
     assert torch.equal(again.maps(names)[1], features.maps(names)[1])
 
 
+def test_a_photo_is_seen_again_in_another_way_and_always_in_the_same(
+    small: tuple[Features, list[str], Path], tmp_path: Path
+) -> None:
+    _, names, folder = small
+
+    def maps(view: int, chosen: list[str], place: str) -> torch.Tensor:
+        features = Features(tmp_path / place, chosen, view)
+        features.compute(folder, random_trunk())
+        return features.maps(names[:1])[1]
+
+    plain, first, second = (maps(view, names, f"view{view}") for view in range(3))
+    assert (plain - first).abs().mean() > 0.1
+    assert (first - second).abs().mean() > 0.1
+    assert (maps(1, names[:2], "fewer") - first).abs().mean() < 1e-2  # half precision
+
+
+def test_every_view_of_a_photo_is_drawn(small: tuple[Features, list[str], Path], tmp_path: Path) -> None:
+    features, names, folder = small
+    pupil, again = student(), Features(tmp_path, names, 1)
+    again.compute(folder, random_trunk())
+    examples = material(pupil, small, again)
+    rng = random.Random(0)
+    drawn = [examples.draw("caption", rng) for _ in range(20)]
+    assert {example.view for example in drawn} == {0, 1}
+    chosen = [Example("What?", ("Dots.",), names[2], view=view) for view in (0, 1)]
+    for made, stored in zip(examples.maps(chosen)[1], (features, again), strict=True):
+        assert torch.equal(made, stored.maps([names[2]])[1][0])
+
+
 @torch.no_grad()
 def test_rows_of_different_width_give_the_loss_of_one_batch(small: tuple[Features, list[str], Path]) -> None:
     pupil = student()
@@ -234,7 +274,7 @@ def test_a_crop_is_drawn_as_large_as_the_photo(
         grid = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")).float()
         return grid.repeat(1, channels // 2, 1, 1)
 
-    monkeypatch.setattr(examples.features, "maps", lambda _: (places(24, 112), places(12, 1280)))
+    monkeypatch.setattr(examples.views[0], "maps", lambda _: (places(24, 112), places(12, 1280)))
     drawn = Example("What?", ("Dots.",), small[1][1], crop=(2, 3, 9))
     fine, coarse, told = examples.maps([drawn])
     assert fine.shape == (1, 112, 24, 24)

@@ -74,7 +74,8 @@ class Example:
     """A question and its answers, each true alone. `photo` None: no picture.
 
     `stop` False: the text was cut somewhere, so nothing is learned about where it ends. `crop`: top, left and side,
-    in coarse cells, of what is seen of the photo, None: all; the same photo then never looks the same twice.
+    in coarse cells, of what is seen of the photo, None: all; the same photo then never looks the same twice. `view`:
+    which of the photo's features, see `Features`.
     """
 
     question: str
@@ -84,6 +85,7 @@ class Example:
     seed: int = 0
     stop: bool = True
     crop: tuple[int, int, int] | None = None
+    view: int = 0
 
     @property
     def flip(self) -> bool:
@@ -135,12 +137,13 @@ class Examples:
         features: Features,
         bank: Bank,
         neck: Neck,
+        more_views: Sequence[Features] = (),
     ) -> None:
         self.captions, self.names, self.classes = captions, list(names), class_names
         known = set(names)
         self.long = [r for r in long if "c" in r or r["n"] in known]
         self.chats = chats
-        self.features, self.bank = features, bank
+        self.views, self.bank = [features, *more_views], bank
         self.direction = torch.nn.functional.normalize(neck.classifier.weight.detach().float(), dim=-1)
         self.classifier = neck.classifier
         self.kin = kin(self.direction)
@@ -168,7 +171,7 @@ class Examples:
             "text": self._text,
             "space": self._space,
         }
-        return make[kind](rng)
+        return replace(make[kind](rng), view=rng.randrange(len(self.views)))
 
     def _caption(self, rng: random.Random) -> Example:
         name = rng.choice(self.names)
@@ -238,7 +241,8 @@ class Examples:
 
     def maps(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
         """Fine map, coarse map, and the coarse one that the words see, `[B, C, H, W]`, pasted and mirrored."""
-        fine, coarse = self.features.maps([e.photo or self.names[0] for e in examples])
+        each = [self.views[e.view].maps([e.photo or self.names[0]]) for e in examples]
+        fine, coarse = (torch.cat(maps) for maps in zip(*each, strict=True))
         told = coarse.clone()
         for i, example in enumerate(examples):
             if example.crop:

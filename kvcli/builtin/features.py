@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageEnhance
 from torch import Tensor
 from transformers import ViTImageProcessorPil
 
@@ -22,6 +23,7 @@ from kvcli.builtin.tower import COARSE, FINE, Trunk
 
 SIDE = 384
 SHAPES = {"fine": (FINE, SIDE // 16, SIDE // 16), "coarse": (COARSE, SIDE // 32, SIDE // 32)}
+SHARE, TURN, LIGHT = 0.75, 6.0, 0.3  # of a photo seen again: of a side, degrees, factor on brightness and colours
 
 
 def image_processor() -> Any:
@@ -35,12 +37,27 @@ def image_processor() -> Any:
     )
 
 
-class Features:
-    """Maps of `names` in `folder`, computed on the first use. `maps(names)` gives float32 fine and coarse maps."""
+def seen_again(photo: Image.Image, draw: random.Random) -> Image.Image:
+    """The photo as another camera might have taken it: a part of it (at least `SHARE` of each side), a little turned,
+    in another light."""
+    wide, high = (side * draw.uniform(SHARE, 1) for side in photo.size)
+    left, top = draw.uniform(0, photo.width - wide), draw.uniform(0, photo.height - high)
+    photo = photo.convert("RGB").rotate(draw.uniform(-TURN, TURN), Image.Resampling.BICUBIC, fillcolor=(127, 127, 127))
+    photo = photo.crop((round(left), round(top), round(left + wide), round(top + high)))
+    for light in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
+        photo = light(photo).enhance(draw.uniform(1 - LIGHT, 1 + LIGHT))
+    return photo
 
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+
+class Features:
+    """Maps of `names` in `folder`, computed on the first use. `maps(names)` gives float32 fine and coarse maps.
+
+    view: 0 for the photos as they are, n for each of them `seen_again`, always the same way for the same n.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str], view: int = 0) -> None:
         self.row = {name: i for i, name in enumerate(names)}
-        self.folder = folder
+        self.folder, self.view = folder, view
         self.files: dict[str, np.memmap[Any, Any]] = {}
 
     def compute(self, photos: Path, trunk: Trunk, batch: int = 8, tick: Callable[[int], None] | None = None) -> None:
@@ -60,7 +77,7 @@ class Features:
         processor = image_processor()
         for start in range(done, len(names), batch):
             chosen = names[start : start + batch]
-            pixels = processor([Image.open(photos / name) for name in chosen], return_tensors="pt")["pixel_values"]
+            pixels = processor([self._seen(photos, name) for name in chosen], return_tensors="pt")["pixel_values"]
             with torch.inference_mode():
                 fine, coarse = trunk(pixels)
             self.files["fine"][start : start + len(chosen)] = fine.numpy()
@@ -73,6 +90,10 @@ class Features:
                 os.replace(spare, state)
                 if tick:
                     tick(start + len(chosen))
+
+    def _seen(self, photos: Path, name: str) -> Image.Image:
+        photo = Image.open(photos / name)
+        return seen_again(photo, random.Random(f"{self.view}:{name}")) if self.view else photo
 
     def moments(self, names: Sequence[str], key: str) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each channel of `key` over these photos."""

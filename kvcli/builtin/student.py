@@ -19,7 +19,7 @@ from kvcli.builtin.build import SHRINK, quick_dtype
 from kvcli.builtin.examples import Example
 from kvcli.builtin.tower import Neck
 
-WORD_DROPOUT = 0.15  # of an answer's tokens so far: else captions are learned by heart (Bowman et al., 2016)
+WORD_DROPOUT = 0.25  # of an answer's tokens so far: else captions are learned by heart (Bowman et al., 2016)
 
 
 def through_projector(tokens: Tensor) -> Tensor:

@@ -170,6 +170,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--long", type=Path, nargs="*", default=[], help="JSON lines: n (photo) or c (class), k, s (text)")
     p.add_argument("--chats", type=Path, nargs="*", default=[], help="JSON lines: q, s: chats without a picture")
     p.add_argument("--init", type=Path, help="weights file to start from")
+    p.add_argument("--views", type=int, default=3, help="each photo as it is, and seen again in views - 1 other ways")
     p.add_argument("--scored", action="store_true", help="train on the scores of captions that the model draws")
     p.add_argument("--steps", type=int, default=6000)
     p.add_argument("--decay", type=int, default=0, help="the last so many steps bring the rate down to zero")
@@ -201,6 +202,9 @@ def main(arguments: list[str] | None = None) -> None:
         mean, deviation = features.moments(split["train"][:500], key)
         getattr(tower.neck, f"{key}_mean").copy_(mean)
         getattr(tower.neck, f"{key}_std").copy_(deviation)
+    more = [Features(options.work / f"features{n}", split["train"], n) for n in range(1, options.views)]
+    for view in more:
+        view.compute(options.photos, tower.trunk, tick=lambda n, view=view: print(f"view {view.view}: {n}", flush=True))
     student = Student(language_model, tokenizer, tower.neck)
     if options.compile:
         for layer in language_model.model.layers:
@@ -209,7 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
         student.load(load_file(options.init))
     bank = Bank(features, split["train"], tower.neck)
     texts = (read_rows(options.long), read_rows(options.chats), build.class_names())
-    examples = Examples(captions, split["train"], *texts, features, bank, tower.neck)
+    examples = Examples(captions, split["train"], *texts, features, bank, tower.neck, more)
     held_out = first_captions(captions, split["held_out"])
     with (options.work / "log.jsonl").open("a") as log:
         for line in run(student, examples, held_out, options):
