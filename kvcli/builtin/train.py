@@ -14,7 +14,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,10 @@ def run(student: Student, examples: Examples, held_out: list[Example], options: 
             yield {"step": step, **losses}
 
 
+def tell(features: Features) -> Callable[[int], None]:
+    return lambda done: print(f"features, view {features.view}: {done}", flush=True)
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m kvcli.builtin.train", description=__doc__.splitlines()[0])
     p.add_argument("--photos", type=Path, required=True, help="folder of photographs")
@@ -197,14 +201,14 @@ def main(arguments: list[str] | None = None) -> None:
     language_model, tokenizer = build.language_model()
     tower = build.vision_tower(language_model, tokenizer)
     features = Features(options.work / "features", sorted(split["train"] + split["held_out"]))
-    features.compute(options.photos, tower.trunk, tick=lambda n: print(f"features: {n}", flush=True))
+    features.compute(options.photos, tower.trunk, tick=tell(features))
     for key in SHAPES:  # the spread of 500 photos is that of all
         mean, deviation = features.moments(split["train"][:500], key)
         getattr(tower.neck, f"{key}_mean").copy_(mean)
         getattr(tower.neck, f"{key}_std").copy_(deviation)
     more = [Features(options.work / f"features{n}", split["train"], n) for n in range(1, options.views)]
     for view in more:
-        view.compute(options.photos, tower.trunk, tick=lambda n, view=view: print(f"view {view.view}: {n}", flush=True))
+        view.compute(options.photos, tower.trunk, tick=tell(view))
     student = Student(language_model, tokenizer, tower.neck)
     if options.compile:
         for layer in language_model.model.layers:
