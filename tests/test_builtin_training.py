@@ -20,8 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvcli import builtin
 from kvcli.builtin import build, chats, class_texts, finish, lora, prompts, scored, train
-from kvcli.builtin.examples import Bank, Example, Examples, Paste
+from kvcli.builtin.examples import Example, Examples
 from kvcli.builtin.features import Features
+from kvcli.builtin.pasting import Bank, Paste, Pasting
 from kvcli.builtin.student import Student
 from kvcli.builtin.tower import Neck, Trunk
 
@@ -86,9 +87,9 @@ def material(student: Student, small: tuple[Features, list[str], Path], *more_vi
     }
     long = [{"n": names[0], "k": "story", "s": "One day, it rained."}]
     chats = [{"q": "Hello?", "s": "Hello."}]
-    bank = Bank(features, names, student.neck)
+    pasting = Pasting(Bank(features, names, student.neck), student.neck.classifier)
     classes = [f"thing {i}" for i in range(1000)]
-    return Examples(captions, names, long, chats, classes, features, bank, student.neck, more_views)
+    return Examples(captions, names, long, chats, classes, [features, *more_views], pasting)
 
 
 def options(work: Path, steps: int, *more: str) -> argparse.Namespace:

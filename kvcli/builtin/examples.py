@@ -26,16 +26,15 @@ from torch import Tensor
 from kvcli.builtin import prompts
 from kvcli.builtin.everyday import called
 from kvcli.builtin.features import Features
-from kvcli.builtin.tower import CLASSES, Neck
+from kvcli.builtin.pasting import Paste, Pasting
+from kvcli.builtin.tower import CLASSES
 
-DOGS, ANIMALS = slice(151, 269), range(398)
+ANIMALS = range(398)
 SMALLEST_CROP = 9  # coarse cells a side, of 12
 ROCKETS = (657, 744, 812)  # missile, projectile, space shuttle
 SUITS = (450, 518, 560, 570, 701)  # bobsled, crash helmet, football helmet, gasmask, parachute
-PER_CLASS = 16
 WHOLE = (0, 0, 12, 12)  # the box of a picture that shows one thing only
-KIN, LIKE_KIN = 4, 0.3  # the classes that the classifier takes a class for, and the share of its cells that look so
-SHARPNESS, SURE, DIM = 2.0, (0.6, 0.98), (0.5, 1.1)  # of the neck; how sure a pasted class is; how bright its map
+SHOWS_CLASS, SHOWS_DOG = 0.12, 0.3  # mean probability of the cells from which a photo shows its best class, a dog
 TOLD = 0.75  # share of the pasted classes that only the words see
 LONG_ENOUGH = 55  # words: a shorter detail does not teach where to stop
 SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
@@ -54,19 +53,6 @@ PEOPLE = re.compile(
     r"\b(man|men|woman|women|person|people|boys?|girls?|child(ren)?|players?|riders?|kids?)\b", re.IGNORECASE
 )
 A_DOG = re.compile(r"\b(a|the) dog\b(?!s)", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Paste:
-    """Cells of a class, set into a photo. box: top, left, height, width in coarse cells, None: where dogs are.
-
-    `told`: only the words of the neck see it, its other features stay those of the photo. Those features know what
-    the captions name, and call every unknown animal a dog; this is how the words learn to overrule them.
-    """
-
-    label: int
-    box: tuple[int, int, int, int] | None = None
-    told: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,38 +78,6 @@ class Example:
         return bool(self.seed & 1) and not any(map(SIDES.search, self.answers))
 
 
-class Bank:
-    """For every class the cells of the training photos that the classifier is surest of; per photo its best class.
-
-    `cells` is `[1000, 16, 1280]`; `best[name] = (class, mean probability, mean probability of the dog classes)`.
-    """
-
-    def __init__(self, features: Features, names: Sequence[str], neck: Neck) -> None:
-        path = features.folder / "bank.pt"
-        if path.exists():
-            stored = torch.load(path, weights_only=True)
-            self.cells: Tensor = stored["cells"]
-            self.best: dict[str, tuple[int, float, float]] = stored["best"]
-            return
-        top = torch.full((CLASSES, PER_CLASS), -1.0)
-        self.cells = torch.zeros(CLASSES, PER_CLASS, neck.classifier.in_features)
-        self.best = {}
-        for start in range(0, len(names), 64):
-            chosen = names[start : start + 64]
-            coarse = features.maps(chosen)[1].flatten(2).transpose(1, 2)
-            with torch.inference_mode():
-                chances = neck.classifier(coarse).float().softmax(-1)
-            for name, mean in zip(chosen, chances.mean(1), strict=True):
-                self.best[name] = (int(mean.argmax()), float(mean.max()), float(mean[DOGS].sum()))
-            flat, cells = chances.flatten(0, 1), coarse.flatten(0, 1)
-            value, row = flat.topk(PER_CLASS, 0)
-            both = torch.cat([top, value.T], 1)
-            top, order = both.topk(PER_CLASS, 1)
-            pool = torch.cat([self.cells, cells[row.T]], 1)
-            self.cells = pool.gather(1, order[..., None].expand(-1, -1, pool.shape[-1]))
-        torch.save({"cells": self.cells, "best": self.best}, path)
-
-
 class Examples:
     """Draws examples and makes their maps. The draw depends on the generator given, nothing else."""
 
@@ -134,24 +88,19 @@ class Examples:
         long: list[dict[str, Any]],
         chats: list[dict[str, str]],
         class_names: Sequence[str],
-        features: Features,
-        bank: Bank,
-        neck: Neck,
-        more_views: Sequence[Features] = (),
+        views: Sequence[Features],
+        pasting: Pasting,
     ) -> None:
         self.captions, self.names, self.classes = captions, list(names), class_names
         known = set(names)
         self.long = [r for r in long if "c" in r or r["n"] in known]
         self.chats = chats
-        self.views, self.bank = [features, *more_views], bank
-        self.direction = torch.nn.functional.normalize(neck.classifier.weight.detach().float(), dim=-1)
-        self.classifier = neck.classifier
-        self.kin = kin(self.direction)
+        self.views, self.pasting, best = views, pasting, pasting.bank.best
         self.sure: dict[int, list[str]] = {}  # by class, so that the rare ones are drawn as often as dogs
         for name in self.names:
-            if bank.best[name][1] > 0.12:
-                self.sure.setdefault(bank.best[name][0], []).append(name)
-        self.dogs = [n for n in self.names if bank.best[n][2] > 0.3 and any(map(A_DOG.search, captions[n]))]
+            if best[name][1] > SHOWS_CLASS:
+                self.sure.setdefault(best[name][0], []).append(name)
+        self.dogs = [n for n in self.names if best[n][2] > SHOWS_DOG and any(map(A_DOG.search, captions[n]))]
         self.people = [n for n in self.names if sum(map(bool, map(A_PERSON.search, captions[n]))) > 1]
         self.deserted = [n for n in self.names if not any(map(PEOPLE.search, captions[n]))] or self.names
 
@@ -249,69 +198,12 @@ class Examples:
                 fine[i], coarse[i] = resized_crop(fine[i], 2, example.crop), resized_crop(coarse[i], 1, example.crop)
                 told[i] = coarse[i]
             for number, paste in enumerate(example.pastes):
-                told[i] = self._with_class(told[i], paste.label, paste.box, example.seed + number, dim=number == 0)
+                told[i] = self.pasting(told[i], paste, example.seed + number, dim=number == 0)
                 if not paste.told:
                     coarse[i] = told[i]
             if example.flip:
                 fine[i], coarse[i], told[i] = (m[i].flip(-1) for m in (fine, coarse, told))
         return fine, coarse, told
-
-    @torch.no_grad()
-    def _with_class(
-        self, coarse: Tensor, label: int, box: tuple[int, int, int, int] | None, seed: int, *, dim: bool
-    ) -> Tensor:
-        """`coarse` `[1280, 12, 12]` with cells that the classifier takes for the class, more or less surely.
-
-        The whole map is dimmed (`dim`), and the cells are as bright as what they replace: features of pictures from
-        outside the training photos are fainter than theirs, and a class that shines is believed only when it shines.
-        """
-        draw = torch.Generator().manual_seed(seed)
-
-        def between(low: float, high: float, *shape: int) -> Tensor:
-            return low + (high - low) * torch.rand(shape or (1,), generator=draw)
-
-        where = torch.zeros(coarse.shape[1:], dtype=torch.bool)
-        if box is None:
-            chances = self.classifier(coarse.flatten(1).T).softmax(-1)[:, DOGS].sum(-1)
-            where = (chances > 0.3).view_as(where)
-        else:
-            top, left, high, wide = box
-            where[top : top + high, left : left + wide] = True
-            coarse = coarse * between(*DIM) if dim else coarse
-        before, count = coarse[:, where].T, int(where.sum())
-        labels = torch.full((count,), label)
-        unsure = torch.rand(count, generator=draw) < between(0, 2 * LIKE_KIN)
-        labels[unsure] = self.kin[label][torch.randint(KIN, (int(unsure.sum()),), generator=draw)]
-        cells = self.bank.cells[labels, torch.randint(PER_CLASS, (count,), generator=draw)]
-        share = between(0.5, 1, count, 1)
-        cells = torch.nn.functional.normalize(share * cells + (1 - share) * before, dim=-1)
-        cells = cells * before.norm(dim=-1, keepdim=True) * between(0.7, 1.2)
-        aim = between(0.05, 1, count) * between(*SURE)
-        for _ in range(2):  # the clamp takes back a part of the first step
-            cells = cells + self._missing(cells, labels, aim)[:, None] * self.direction[labels]
-            cells = cells.clamp(0, 6)
-        result = coarse.clone()
-        result[:, where] = cells.T
-        return result
-
-    def _missing(self, cells: Tensor, labels: Tensor, aim: Tensor) -> Tensor:
-        """How far to go along each class's direction for a sharpened probability of `aim`.
-
-        `cells` `[N, 1280]`; `labels`, `aim` and the result `[N]`.
-        """
-        scores = SHARPNESS * self.classifier(cells)
-        own = scores.gather(1, labels[:, None])[:, 0]
-        others = scores.scatter(1, labels[:, None], -torch.inf).logsumexp(-1)
-        length = self.classifier.weight.norm(dim=-1)[labels]
-        far: Tensor = (aim.logit() - own + others) / (SHARPNESS * length)
-        return far
-
-
-def kin(direction: Tensor) -> Tensor:
-    """For each class the `KIN` whose classifier rows are most like its own, `[1000, KIN]`: a real thing of a class
-    looks like them in places."""
-    alike = direction @ direction.T
-    return alike.fill_diagonal_(-1).topk(KIN, 1).indices
 
 
 def resized_crop(cells: Tensor, scale: int, crop: tuple[int, int, int]) -> Tensor:

@@ -22,9 +22,8 @@ from kvcli.builtin import build
 from kvcli.builtin.examples import Example, first_captions
 from kvcli.builtin.features import Features
 from kvcli.builtin.student import Student
-from kvcli.builtin.train import half
+from kvcli.builtin.train import SMALL_GRID, half
 
-GRID = 6  # tokens a side: at 36 tokens the loss is that at 576 within 0.01
 CANDIDATES = [1 + n / 100 for n in range(-20, 51)]
 
 
@@ -50,7 +49,7 @@ def temperature(
     for start in range(0, len(examples), batch):
         chosen = examples[start : start + batch]
         with student.autocast():
-            states, targets, _ = student.hidden(chosen, student.visual(maps(chosen), GRID))
+            states, targets, _ = student.hidden(chosen, student.visual(maps(chosen), SMALL_GRID))
             logits = student.lm.lm_head(states).float()
         sums += torch.stack([F.cross_entropy(logits / t, targets, reduction="sum") for t in CANDIDATES]).double()
         count += len(targets)

@@ -23,12 +23,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvcli.builtin import build, scored
-from kvcli.builtin.examples import Bank, Example, Examples, first_captions, read_rows
+from kvcli.builtin.examples import Example, Examples, first_captions, read_rows
 from kvcli.builtin.features import SHAPES, Features
+from kvcli.builtin.pasting import Bank, Pasting
 from kvcli.builtin.student import Student
 
+SMALL_GRID = 6  # tokens a side of most steps, and of all losses here: that at 576 tokens is the same within 0.01
 # share of the steps (and of those in the decay), grid, examples a step with short and with long answers
-GRIDS = ((0.84, 0.74, 6, 12, 8), (0.12, 0.19, 12, 6, 4), (0.04, 0.07, 24, 3, 2))
+GRIDS = ((0.84, 0.74, SMALL_GRID, 12, 8), (0.12, 0.19, 12, 6, 4), (0.04, 0.07, 24, 3, 2))
 # share of the short answers, and in the decay: what pasted classes cost the captions is then taken back
 SHORT = {
     "caption": (0.70, 0.84),
@@ -68,11 +70,12 @@ def scored_plan(step: int, seed: int, examples: Examples) -> tuple[str, int, lis
     count = kinds[kind][1]
     if kind == "short":
         shares = {name: share for name, share in NAMING.items() if name in examples.kinds}
-        return kind, 6, [examples.draw(name, rng) for name in rng.choices(list(shares), list(shares.values()), k=count)]
+        names = rng.choices(list(shares), list(shares.values()), k=count)
+        return kind, SMALL_GRID, [examples.draw(name, rng) for name in names]
     drawn = [examples.draw("caption" if kind == "scored" else kind, rng) for _ in range(count)]
     if kind == "scored":  # one batch draws all captions, so all are asked the first one's question
         drawn = [replace(example, question=drawn[0].question) for example in drawn]
-    return kind, 6, drawn
+    return kind, SMALL_GRID, drawn
 
 
 def picture_loss(student: Student, examples: Examples, chosen: list[Example], grid: int) -> torch.Tensor:
@@ -156,7 +159,7 @@ def run(student: Student, examples: Examples, held_out: list[Example], options: 
             current, losses = student.weights(), {}
             for name, weights in (("held_out", average), ("held_out_now", current)):
                 student.load(weights)
-                losses[name] = round(student.mean_loss(held_out, examples.maps, 6), 4)
+                losses[name] = round(student.mean_loss(held_out, examples.maps, SMALL_GRID), 4)
             yield {"step": step, **losses}
 
 
@@ -174,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--long", type=Path, nargs="*", default=[], help="JSON lines: n (photo) or c (class), k, s (text)")
     p.add_argument("--chats", type=Path, nargs="*", default=[], help="JSON lines: q, s: chats without a picture")
     p.add_argument("--init", type=Path, help="weights file to start from")
-    p.add_argument("--views", type=int, default=3, help="each photo as it is, and seen again in views - 1 other ways")
+    p.add_argument("--views", type=int, default=2, help="each photo as it is, and seen again in views - 1 other ways")
     p.add_argument("--scored", action="store_true", help="train on the scores of captions that the model draws")
     p.add_argument("--steps", type=int, default=6000)
     p.add_argument("--decay", type=int, default=0, help="the last so many steps bring the rate down to zero")
@@ -215,9 +218,9 @@ def main(arguments: list[str] | None = None) -> None:
             layer.compile(dynamic=True)
     if options.init:
         student.load(load_file(options.init))
-    bank = Bank(features, split["train"], tower.neck)
+    pasting = Pasting(Bank(features, split["train"], tower.neck), tower.neck.classifier)
     texts = (read_rows(options.long), read_rows(options.chats), build.class_names())
-    examples = Examples(captions, split["train"], *texts, features, bank, tower.neck, more)
+    examples = Examples(captions, split["train"], *texts, [features, *more], pasting)
     held_out = first_captions(captions, split["held_out"])
     with (options.work / "log.jsonl").open("a") as log:
         for line in run(student, examples, held_out, options):
