@@ -23,7 +23,7 @@ from kvcli.builtin.tower import COARSE, FINE, Trunk
 
 SIDE = 384
 SHAPES = {"fine": (FINE, SIDE // 16, SIDE // 16), "coarse": (COARSE, SIDE // 32, SIDE // 32)}
-SHARE, TURN, LIGHT = 0.75, 6.0, 0.3  # of a photo seen again: of a side, degrees, factor on brightness and colours
+SHARE, TURN, LIGHT = 0.75, 6.0, 0.3  # of a photo seen again: least share of a side, most degrees, change of the light
 
 
 def image_processor() -> Any:
@@ -38,8 +38,8 @@ def image_processor() -> Any:
 
 
 def seen_again(photo: Image.Image, draw: random.Random) -> Image.Image:
-    """The photo as another camera might have taken it: a part of it (at least `SHARE` of each side), a little turned,
-    in another light."""
+    """The photo as another camera might have taken it, in RGB: a part of it, a little turned, in another light. Corners
+    that the turn leaves empty are grey: the mean that the tower's pixels are measured from."""
     wide, high = (side * draw.uniform(SHARE, 1) for side in photo.size)
     left, top = draw.uniform(0, photo.width - wide), draw.uniform(0, photo.height - high)
     photo = photo.convert("RGB").rotate(draw.uniform(-TURN, TURN), Image.Resampling.BICUBIC, fillcolor=(127, 127, 127))

@@ -17,7 +17,7 @@ from kvcli.builtin.features import Features
 from kvcli.builtin.tower import CLASSES, Neck
 
 DOGS = slice(151, 269)
-A_DOG = 0.3  # probability from which a cell shows a dog
+DOG_CELL = 0.3  # probability of all dog classes from which a cell shows a dog
 PER_CLASS = 16
 KIN, LIKE_KIN = 4, 0.3  # the classes that the classifier takes a class for, and the share of its cells that look so
 SHARPNESS, SURE, DIM = 2.0, (0.6, 0.98), (0.5, 1.1)  # of the neck; how sure a pasted class is; how bright its map
@@ -91,7 +91,7 @@ class Pasting:
         where = torch.zeros(coarse.shape[1:], dtype=torch.bool)
         if paste.box is None:
             chances = self.classifier(coarse.flatten(1).T).softmax(-1)[:, DOGS].sum(-1)
-            where = (chances > A_DOG).view_as(where)
+            where = (chances > DOG_CELL).view_as(where)
         else:
             top, left, high, wide = paste.box
             where[top : top + high, left : left + wide] = True

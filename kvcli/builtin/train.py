@@ -163,7 +163,8 @@ def run(student: Student, examples: Examples, held_out: list[Example], options: 
             yield {"step": step, **losses}
 
 
-def tell(features: Features) -> Callable[[int], None]:
+def progress(features: Features) -> Callable[[int], None]:
+    """Says how many photos of this view are done; a view takes minutes."""
     return lambda done: print(f"features, view {features.view}: {done}", flush=True)
 
 
@@ -204,14 +205,14 @@ def main(arguments: list[str] | None = None) -> None:
     language_model, tokenizer = build.language_model()
     tower = build.vision_tower(language_model, tokenizer)
     features = Features(options.work / "features", sorted(split["train"] + split["held_out"]))
-    features.compute(options.photos, tower.trunk, tick=tell(features))
+    features.compute(options.photos, tower.trunk, tick=progress(features))
     for key in SHAPES:  # the spread of 500 photos is that of all
         mean, deviation = features.moments(split["train"][:500], key)
         getattr(tower.neck, f"{key}_mean").copy_(mean)
         getattr(tower.neck, f"{key}_std").copy_(deviation)
     more = [Features(options.work / f"features{n}", split["train"], n) for n in range(1, options.views)]
     for view in more:
-        view.compute(options.photos, tower.trunk, tick=tell(view))
+        view.compute(options.photos, tower.trunk, tick=progress(view))
     student = Student(language_model, tokenizer, tower.neck)
     if options.compile:
         for layer in language_model.model.layers:
