@@ -123,6 +123,35 @@ def test_a_tower_gives_576_tokens_row_by_row() -> None:
 
 
 @torch.no_grad()
+def test_the_mirror_image_gives_the_tokens_of_the_same_places() -> None:
+    """With kernels that are their own mirror image both give the same, but near the edges."""
+    tower = Tower(TowerConfig(hidden_size=8, neck_size=4)).eval()
+    tower.load_state_dict(trunk_weights(released_weights(0)), strict=False)
+    for module in tower.trunk.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.weight.copy_((module.weight + module.weight.flip(-1)) / 2)
+    tower.neck.coarse.weight.zero_()  # a coarse cell is two wide, and lies half of one beside
+    tower.neck.words.weight.zero_()
+    pixels = torch.randn(1, 3, 384, 384, generator=torch.Generator().manual_seed(1))
+    both = tower(pixels).hidden_states[-1].unflatten(1, (24, 24))
+    plain = tower.neck(*tower.trunk(pixels)).unflatten(1, (24, 24))
+    middle = slice(11, 13)
+    assert (plain - plain.mean((1, 2), keepdim=True)).abs().mean() > 1e-3
+    torch.testing.assert_close(both[:, :, middle], plain[:, :, middle], rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_picture_and_its_mirror_image_weigh_alike() -> None:
+    tower = Tower(TowerConfig(hidden_size=8, neck_size=4)).eval()
+    tower.load_state_dict(trunk_weights(released_weights(0)), strict=False)
+    pixels = torch.randn(1, 3, 384, 384, generator=torch.Generator().manual_seed(1))
+    pixels[..., 369:] = 0  # what the shift of the mirror image leaves out
+    mirrored = torch.nn.functional.pad(pixels[..., :369].flip(-1), (0, 15))
+    there, back = (tower(each).hidden_states[-1].unflatten(1, (24, 24)) for each in (pixels, mirrored))
+    torch.testing.assert_close(there, back.flip(2), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
 def test_a_sure_class_passes_its_word_on() -> None:
     neck = Neck(8, 4)
     torch.nn.init.zeros_(neck.out.weight)
@@ -369,6 +398,7 @@ def test_the_checkpoint_is_stock_and_says_what_training_saw(pulled: Path, monkey
     from kvcli.builtin import build
 
     monkeypatch.setenv("KVCLI_CACHE", str(pulled))
+    monkeypatch.setattr(Tower, "_mirrored", Tower._tokens)  # training sees no mirror image
     folder = builtin.ensure()
     builtin.register()
     assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".jinja"}

@@ -144,7 +144,11 @@ class Neck(nn.Module):
 
 
 class Tower(PreTrainedModel):
-    """Pixels `[B, 3, 384, 384]` to `hidden_states = (tokens,)`, tokens `[B, 576, hidden_size]`."""
+    """Pixels `[B, 3, 384, 384]` to `hidden_states = (tokens,)`, tokens `[B, 576, hidden_size]`.
+
+    The tokens are the mean over the picture and its mirror image: what it shows is the same, what a convolution makes
+    of it by chance is not.
+    """
 
     config_class = TowerConfig
     main_input_name = "pixel_values"
@@ -157,8 +161,24 @@ class Tower(PreTrainedModel):
         self.post_init()
 
     def forward(self, pixel_values: Tensor, **_: object) -> BaseModelOutput:
-        tokens = self.neck(*self.trunk(pixel_values))
+        tokens = (self._tokens(pixel_values) + self._mirrored(pixel_values)) / 2
         return BaseModelOutput(last_hidden_state=tokens, hidden_states=(tokens,))
+
+    def _tokens(self, pixels: Tensor) -> Tensor:
+        tokens: Tensor = self.neck(*self.trunk(pixels))
+        return tokens
+
+    def _mirrored(self, pixels: Tensor) -> Tensor:
+        """What `_tokens` sees of the same places in the mirror image.
+
+        A cell lies around the first pixel of its patch: the mirror image is shifted by the others, or its cells would
+        lie around the last. The coarse cells can't be shifted as well: those of one image lie half a patch to the left
+        of where they are interpolated from, those of the other as far to the right.
+        """
+        beside = self.config.patch_size - 1
+        shifted = nn.functional.pad(pixels[..., : pixels.shape[-1] - beside].flip(-1), (0, beside))
+        side = self.config.image_size // self.config.patch_size
+        return self._tokens(shifted).view(len(pixels), side, side, -1).flip(2).flatten(1, 2)
 
 
 def trunk_weights(released: dict[str, Tensor]) -> dict[str, Tensor]:
