@@ -1,9 +1,10 @@
-"""Checkpoints as hubs have them: models that also read video load without torchvision and describe pictures."""
+"""How a model is loaded: in which numbers, and checkpoints as hubs have them, which also read video."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 
 import architectures
@@ -14,6 +15,7 @@ import transformers as hf
 from PIL import Image
 
 from kvcli import policies
+from kvcli.engine.loading import choose_dtype
 from kvcli.engine.session import Decoding, Request, Session
 
 PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -52,6 +54,26 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     written = folder / "tokenizer_config.json"
     written.write_text(json.dumps(json.loads(written.read_text()) | named))
     return folder
+
+
+def test_auto_is_bfloat16_where_a_cpu_is_quicker_with_it() -> None:
+    """What a processor claims to have decides nothing: some that claim bfloat16 take twice as long with it."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        matrix, each = torch.ones(768, 768, dtype=dtype), []
+        for _ in range(9):
+            start = time.perf_counter()
+            torch.mm(matrix, matrix)
+            each.append(time.perf_counter() - start)
+        return min(each)
+
+    chosen, _ = choose_dtype("auto", torch.device("cpu"), torch.bfloat16)
+    half, single = seconds(torch.bfloat16), seconds(torch.float32)
+    if chosen == torch.bfloat16:
+        assert half < single
+    else:
+        assert chosen == torch.float32
+        assert half > single / 2  # what is chosen needs a clear lead, not so large a one
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is here")

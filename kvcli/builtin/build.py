@@ -5,9 +5,7 @@ Knows how the parts fit together. Fetches nothing and decides nothing about fold
 
 from __future__ import annotations
 
-import functools
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from kvcli.builtin import lora, parts, prompts
 from kvcli.builtin.features import image_processor
 from kvcli.builtin.gguf import Gguf, llama_state, tokenizer
 from kvcli.builtin.tower import Tower, TowerConfig, trunk_weights
+from kvcli.cpu import prefers_bfloat16
 
 SHRINK = 2.0**-8  # the stock projector is gelu between two linear layers; so small a signal passes it almost unchanged
 REPETITION_PENALTY = 1.0  # a higher one drives short captions away from the words that people use
@@ -87,21 +86,9 @@ def text_tokenizer(file: Gguf) -> Any:
     )
 
 
-@functools.cache
 def quick_dtype() -> torch.dtype:
-    """bfloat16 where its products take clearly less time than those of float32. Measured, since processors that claim
-    instructions for it differ: from a third of the time (AMX) to twice as much."""
-
-    def seconds(dtype: torch.dtype) -> float:
-        each = []
-        matrix = torch.ones(512, 512, dtype=dtype)
-        for _ in range(5):
-            start = time.perf_counter()
-            matrix @ matrix
-            each.append(time.perf_counter() - start)
-        return min(each)
-
-    return torch.bfloat16 if 1.25 * seconds(torch.bfloat16) < seconds(torch.float32) else torch.float32
+    """bfloat16 where its products take less time here, else float32."""
+    return torch.bfloat16 if prefers_bfloat16() else torch.float32
 
 
 def language_model(path: Path | None = None) -> tuple[Any, Any]:

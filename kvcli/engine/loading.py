@@ -17,6 +17,7 @@ import psutil
 import torch
 import transformers
 
+from kvcli.cpu import prefers_bfloat16
 from kvcli.engine.packed import pack
 from kvcli.engine.stills import load_processor
 from kvcli.errors import StartError, UsageError
@@ -104,8 +105,8 @@ def choose_device(wanted: str) -> torch.device:
 def choose_dtype(wanted: str, device: torch.device, stored: torch.dtype | None) -> tuple[torch.dtype, str]:
     """The type of the weights, and why.
 
-    `auto` is a half-precision type only where the device computes with it natively: a CPU without such units runs a
-    bfloat16 prompt several times slower than a float32 one.
+    `auto` is a half-precision type only where the device is quick with it: many CPUs run a bfloat16 prompt several
+    times slower than a float32 one.
     """
     if wanted != "auto":
         return getattr(torch, wanted), "as asked"
@@ -114,14 +115,9 @@ def choose_dtype(wanted: str, device: torch.device, stored: torch.dtype | None) 
         return (stored, "as stored") if stored in HALVES else (half, "native on this GPU")
     if device.type == "mps":
         return torch.float16, "native on this GPU"
-    if stored == torch.bfloat16 and _cpu_has_bfloat16():
-        return torch.bfloat16, "as stored, and this CPU computes with it"
+    if stored == torch.bfloat16 and prefers_bfloat16():
+        return torch.bfloat16, "as stored, and this CPU is fastest with it"
     return torch.float32, "this CPU is fastest or most exact with it"
-
-
-def _cpu_has_bfloat16() -> bool:
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, lambda: False)() for name in names)
 
 
 def _locate(name: str, offline: bool, progress: Callable[[str, float], None] | None) -> tuple[str, str | None]:
