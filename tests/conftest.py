@@ -7,8 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from kvcli.builtin.features import Features
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -158,3 +162,11 @@ def kvcli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[bytes]]:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Features, list[str], Path]:
+    """What a tiny built-in model trains on, see `pupil.seven_photos`."""
+    import pupil
+
+    return pupil.seven_photos(tmp_path_factory.mktemp("photos"))

@@ -5,9 +5,10 @@ Knows pixels and features. Knows nothing of files, training or the language mode
 Trunk: Tan and Le, "EfficientNet" (2019), in the Lite0 form (no squeeze-and-excite, ReLU6). Two of its maps are used:
 stride 16 (112 channels, where things are) and stride 32 (1280 features, what they are).
 
-Neck: every cell of the 24 x 24 grid gets `mlp(features) + words`. The words are the cell's class probabilities
-(sharpened: a cell of a larger picture is less sure than a whole one) times one word embedding per class, so that a
-class which the captions of the training photos never use keeps its name.
+Neck: every cell of the 24 x 24 grid gets `mlp(features) + words + words of the whole picture`. The words are the cell's
+class probabilities (sharpened: a cell of a larger picture is less sure than a whole one) times one word embedding per
+class, so that a class which the captions of the training photos never use keeps its name. Those of the whole picture
+are of the mean of all cells, which is what the classifier was made for: where its cells waver, it is often sure.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ STAGES = (
 )
 STEM, FINE, COARSE, CLASSES = 32, 112, 1280, 1000
 DROPOUT = 0.3  # share of the neck's inner features that a picture goes without while training
+WORDS_ONLY = 0.15  # share of the pictures that training shows by their words alone
 
 
 class TowerConfig(PretrainedConfig):
@@ -117,6 +119,8 @@ class Neck(nn.Module):
         self.coarse_std: Tensor
         self.sharpness = nn.Parameter(torch.tensor(2.0))
         self.gain = nn.Parameter(torch.tensor(10.0))
+        self.whole_sharpness = nn.Parameter(torch.tensor(2.0))
+        self.whole_gain = nn.Parameter(torch.tensor(4.0))
         for name, size in (("fine", FINE), ("coarse", COARSE)):
             self.register_buffer(f"{name}_mean", torch.zeros(size))
             self.register_buffer(f"{name}_std", torch.ones(size))
@@ -131,6 +135,8 @@ class Neck(nn.Module):
         named = cells if told is None else told.flatten(2).transpose(1, 2)
         chances = (self.sharpness * self.classifier(named).float()).softmax(-1)
         words = self.gain * self.words(chances.to(cells.dtype))
+        chances = (self.whole_sharpness * self.classifier(named.mean(1, keepdim=True)).float()).softmax(-1)
+        whole = self.whole_gain * self.words(chances.to(cells.dtype))
         inner = self.coarse((cells - self.coarse_mean) / self.coarse_std)
         both = torch.cat([inner, words], -1).transpose(1, 2).reshape(len(cells), -1, *coarse.shape[2:])
         both = nn.functional.interpolate(both, size=fine.shape[2:], mode="bilinear", align_corners=False)
@@ -139,7 +145,8 @@ class Neck(nn.Module):
         inner = nn.functional.gelu(inner + self.fine(edges))
         if self.training:  # whole channels (Tompson et al., 2015), or the other cells would tell what is missing
             inner = inner * nn.functional.dropout(torch.ones_like(inner[:, :1]), DROPOUT)
-        tokens: Tensor = self.out(inner) + words
+            inner = inner * (torch.rand(len(inner), 1, 1) >= WORDS_ONLY)
+        tokens: Tensor = self.out(inner) + words + whole
         return tokens
 
 

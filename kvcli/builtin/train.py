@@ -33,11 +33,11 @@ SMALL_GRID = 6  # tokens a side of most steps, and of all losses here: that at 5
 GRIDS = ((0.84, 0.74, SMALL_GRID, 12, 8), (0.12, 0.19, 12, 6, 4), (0.04, 0.07, 24, 3, 2))
 # share of the short answers, and in the decay: what pasted classes cost the captions is then taken back
 SHORT = {
-    "caption": (0.70, 0.84),
-    "swap": (0.06, 0.02),
-    "paste": (0.14, 0.08),
+    "caption": (0.66, 0.83),
+    "swap": (0.05, 0.02),
+    "paste": (0.16, 0.10),
     "label": (0.05, 0.03),
-    "space": (0.05, 0.03),
+    "space": (0.08, 0.02),
 }
 LONG, TEXT = 0.12, 0.12
 # with --scored: share of the steps, examples a step, and what the short answers are then
