@@ -145,7 +145,7 @@ class Neck(nn.Module):
         inner = nn.functional.gelu(inner + self.fine(edges))
         if self.training:  # whole channels (Tompson et al., 2015), or the other cells would tell what is missing
             inner = inner * nn.functional.dropout(torch.ones_like(inner[:, :1]), DROPOUT)
-            inner = inner * (torch.rand(len(inner), 1, 1) >= WORDS_ONLY)
+            inner = inner * (torch.rand(len(inner), 1, 1, device=inner.device) >= WORDS_ONLY)
         tokens: Tensor = self.out(inner) + words + whole
         return tokens
 
