@@ -117,7 +117,8 @@ def text_figures(subject: Subject, found: list[list[int]], kind: str) -> dict[st
 
 
 def names_figures(subject: Subject, folder: Path, accepted: dict[str, list[str]]) -> Iterator[str]:
-    """For each picture of `accepted` (file -> names for it) what is said, and whether it is named."""
+    """For each picture of `accepted` (file -> names for it, the class's own first) what is said, and whether it is
+    named; then how many are, by any of their names and by the first alone."""
     files = list(accepted)
     for kind in ("caption", "detail"):
         texts = [subject.text(ids) for ids in answers(subject, folder, files, kind, 60)]
@@ -125,24 +126,32 @@ def names_figures(subject: Subject, folder: Path, accepted: dict[str, list[str]]
         for file, text, hit in zip(files, texts, hits, strict=True):
             yield f"  {'yes' if hit else 'no '} {file} ({accepted[file][0]}): {text}"
         yield f"named in the {kind}: {sum(hits)} of {len(files)}"
+        own = sum(named(text, accepted[file][:1]) for file, text in zip(files, texts, strict=True))
+        yield f"named in the {kind} by the first of its names: {own} of {len(files)}"
 
 
 @torch.inference_mode()
-def chat_figures(subject: Subject) -> dict[str, float]:
-    """How far the merged model is from the public language model on its greedy answers, without a picture."""
+def chat_figures(subject: Subject) -> Iterator[str]:
+    """How far the merged model is from the public language model, without a picture: both greedy answers, the model's
+    with its own generation settings, and their distance along the public one's, which alone would not tell whether
+    ours makes sense."""
     original, encoder = build.language_model()
     original = original.to(subject.model.dtype)
     ours, agree, tokens, divergence = subject.model, 0, 0, 0.0
     for question in CHATS:
         ids = encoder(prompts.chat(question), add_special_tokens=False, return_tensors="pt")["input_ids"]
-        full = original.generate(ids, max_new_tokens=60, do_sample=False, pad_token_id=encoder.pad_token_id)
+        told: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": encoder.pad_token_id}
+        full = original.generate(ids, **told)
+        for name, answer in (("public", full), ("ours", ours.generate(input_ids=ids, **told))):
+            yield f"  {name}: {subject.text(answer[0, ids.shape[1] :].tolist())!r}"
         place = slice(ids.shape[1] - 1, full.shape[1] - 1)
         theirs = original(full).logits[0, place].float().log_softmax(-1)
         mine = ours(input_ids=full).logits[0, place].float().log_softmax(-1)
         agree += int((theirs.argmax(-1) == mine.argmax(-1)).sum())
         divergence += float(F.kl_div(mine, theirs, log_target=True, reduction="sum"))
         tokens += len(mine)
-    return {"chat without a picture: top-1 agreement": agree / tokens, "divergence (nats a token)": divergence / tokens}
+    yield f"chat without a picture: top-1 agreement: {agree / tokens:.3f}"
+    yield f"divergence (nats a token): {divergence / tokens:.3f}"
 
 
 def show(figures: dict[str, float]) -> None:
@@ -174,7 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     p.add_argument("--captions", type=Path, required=True, help="JSON: photo name -> list of captions")
     p.add_argument("--split", type=Path, required=True, help="JSON with `held_out`: photo names")
     p.add_argument("--weights", type=Path, help="another weights file than the one that ships")
-    p.add_argument("--named", type=Path, help="JSON: picture -> names for what it shows, relative to the file")
+    p.add_argument("--named", type=Path, help="JSON: picture, relative to it -> its names, the class's own first")
     p.add_argument("--penalty", type=float, help="another repetition penalty than the model's own")
     p.add_argument("--no-repeat", type=int, help="runs of so many tokens may not come twice; 0 allows all")
     p.add_argument("--first", type=int, help="only so many held-out photos")
@@ -195,7 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
     steps: dict[str, Callable[[], None]] = {
         "loss": lambda: show(caption_losses(subject, options.photos, captions, names)),
         **{kind: lambda kind=kind: _texts(subject, options, captions, names, kind) for kind in PROMPTS},  # type: ignore[misc]
-        "chat": lambda: show(chat_figures(subject)),
+        "chat": lambda: tell(chat_figures(subject)),
     }
     if options.named:
         accepted = json.loads(options.named.read_text())
