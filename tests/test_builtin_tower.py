@@ -171,6 +171,13 @@ def test_some_pictures_are_shown_by_their_words_alone_while_training(monkeypatch
     assert not torch.equal(neck(one, coarse), neck(one, coarse.flip(1)))
 
 
+def test_the_neck_trains_on_a_device_that_is_not_the_cpu() -> None:
+    neck = Neck(8, 4).to("meta").train()
+    tokens = neck(torch.empty(1, 112, 24, 24, device="meta"), torch.empty(1, 1280, 12, 12, device="meta"))
+    assert tokens.device.type == "meta"
+    assert tokens.shape == (1, 576, 8)
+
+
 def test_pixels_are_scaled_as_the_tower_was_trained() -> None:
     picture = Image.new("RGB", (50, 31), (127, 255, 0))
     pixels = image_processor()(picture, return_tensors="pt")["pixel_values"]
